@@ -47,11 +47,13 @@ class RemoteArray(NDArrayOperatorsMixin):
         shape: shape of the whole array.
         dtype: dtype of the whole array.
         weak_type: whether jax promotes it to the dtypes of other operands, like Python numbers.
+        in_host: whether it is in host memory (`pinned_host`).
     """
 
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
+    in_host: bool = False
 
     def _fetch(self) -> Any:
         """The value: a NumPy array, or a jax array of typed keys."""

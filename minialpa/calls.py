@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.ref import AbstractRef, Ref
 from jax.tree_util import PyTreeDef
 
 from minialpa.arrays import RemoteArray
@@ -39,10 +40,12 @@ from minialpa.support.private_jax import (
     users_mesh,
 )
 from minialpa.tracing.arguments import leaf_type
-from minialpa.tracing.placements import host_kind
+from minialpa.tracing.host_memory import memory_kind_of
+from minialpa.tracing.refs import is_ref_leaf
+from minialpa.tracing.user_meshes import explicit_sharding
 
 #: Types that describe an array without its data.
-Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
+Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray | AbstractRef
 Argnums = int | Sequence[int] | Literal["auto"]
 Argnames = str | Iterable[str]
 
@@ -62,6 +65,7 @@ class Call:
         graph: the structure of the flax.nnx modules among the arguments, whose values are leaves; None without any.
         modules: these modules, which get new values after the step.
         given: all non-static arguments as the caller passed them, if there are modules among them.
+        only_arrays: whether all other leaves of arguments and results are static, as in equinox.
     """
 
     leaves: list[Any]
@@ -74,6 +78,7 @@ class Call:
     graph: GraphArguments | None = None
     modules: tuple[Any, ...] = ()
     given: tuple[Any, ...] = ()
+    only_arrays: bool = False
 
     @property
     def static_types(self) -> tuple[type, ...]:
@@ -108,14 +113,18 @@ class Parameters:
         static: tuple[Argnums, Argnames],
         donate: tuple[Argnums, Argnames],
         batch: Argnums,
+        only_arrays: bool = False,
     ) -> None:
-        """static, donate: numbers and names of arguments. batch: numbers."""
+        """static, donate: numbers and names of arguments. batch: numbers. only_arrays: as in `Call`."""
         self._signature = _signature_of(fun)
         self._names = list(self._signature.parameters) if self._signature else []
         kinds = {p.kind: name for name, p in self._signature.parameters.items()} if self._signature else {}
         self._varargs = kinds.get(inspect.Parameter.VAR_POSITIONAL)
         self._takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
-        self._static = self._argnums("static", *static)
+        self._only_arrays = only_arrays
+        names = (static[1],) if isinstance(static[1], str) or not isinstance(static[1], Iterable) else tuple(static[1])
+        self._static = self._argnums("static", static[0], names)
+        self._static_keywords = frozenset(names).difference(self._names) if self._takes_any_name else frozenset()
         self.donate = self._argnums("donate", *donate)
         self.batch = self._argnums("batch", batch, ())
 
@@ -145,7 +154,7 @@ class Parameters:
 
         values = tuple(dynamic.values())
         leaves, tree = jax.tree.flatten(values)
-        hidden = hide_leaves(leaves, leaves_in_modules(values))
+        hidden = hide_leaves(leaves, [True] * len(leaves) if self._only_arrays else leaves_in_modules(values))
         has_functions = hidden is not leaves
         if has_functions:
             leaves, tree = jax.tree.flatten(jax.tree.unflatten(tree, hidden))
@@ -160,6 +169,7 @@ class Parameters:
             graph=graph,
             modules=modules,
             given=with_modules,
+            only_arrays=self._only_arrays,
         )
 
     def paths(self, call: Call) -> tuple[list[str], list[int]]:
@@ -215,9 +225,12 @@ class Parameters:
 
     def _is_static(self, name: int | str, value: Any) -> bool:
         """With "auto", an argument is static if it is a leaf and not a number."""
+        if name in self._static_keywords:
+            return True
         if self._static != "auto":
             return self.number(name) in self._static
-        return jax.tree_util.all_leaves([value]) and not is_numeric(value)
+        is_number = self._only_arrays and type(value) in (int, float, complex)
+        return jax.tree_util.all_leaves([value]) and (is_number or not is_numeric(value))
 
     def label(self, name: int | str) -> str:
         """The argument as users write it, such as `batch`, or `rest[0]` for the first argument in `*rest`."""
@@ -235,7 +248,8 @@ class Parameters:
         given_names = (names,) if isinstance(names, str) else names
         if not isinstance(given_names, Iterable):
             raise TraceError(f"Pass argument names, such as `('mode',)`, as `{option}_argnames`; got {names!r}.")
-        named = [self._number_of(option, name) for name in given_names]
+        known = (name for name in given_names if name in self._names or not self._takes_any_name)
+        named = [self._number_of(option, name) for name in known]
         if isinstance(value, str) and value == "auto":
             return tuple(named) or "auto"
 
@@ -245,6 +259,15 @@ class Parameters:
         for number in given:
             self._check_number(option, number)
         return tuple(number + len(self._names) if number < 0 else number for number in (*named, *given))
+
+    def check_apart(self) -> None:
+        """Raise TraceError for an argument that is static and donated."""
+        if self._static != "auto" and self.donate != "auto":
+            for number in set(self._static) & set(self.donate):
+                raise TraceError(
+                    f"`{self.label(number)}` is in `static_argnums` and in `donate_argnums` (or `..._argnames`). "
+                    "A static argument has no memory to donate. Remove it from one."
+                )
 
     def _number_of(self, option: str, name: str) -> int:
         if name not in self._names:
@@ -278,6 +301,7 @@ def are_alive(leaves: Sequence[Any]) -> bool:
 def _is_alive(leaf: Any) -> bool:
     if isinstance(leaf, Shape | jax.core.Tracer):
         return False
+    # The runner checks arrays in Refs, in its turn: another thread may be replacing them.
     return not isinstance(leaf, jax.Array | RemoteArray) or not leaf.is_deleted()
 
 
@@ -295,12 +319,16 @@ def _other_type(leaf: Any) -> tuple[Any, ...]:
 
 
 def _leaf_key(leaf: Any) -> Hashable:
-    """Shape, dtype, weak type (dtypes of results depend on it), and memory kind in host memory; else the Python
-    type.
+    """Shape, dtype, weak type (dtypes of results depend on it), memory kind in host memory or "in a Ref", and sharding
+    on Explicit axes; else the Python type.
     """
+    if is_ref_leaf(leaf):
+        return (leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False)), "in a Ref")
     if isinstance(leaf, jax.Array | np.ndarray | np.generic | Shape | RemoteArray):
         kind = (leaf.shape, _canonical_dtype(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
-        return kind if host_kind(leaf) is None else (*kind, host_kind(leaf))
+        memory, sharding = memory_kind_of(leaf), explicit_sharding(leaf)
+        typed = () if sharding is None else (sharding.spec, sharding.mesh.abstract_mesh)
+        return (*kind, *(() if memory is None else (memory,)), *typed)
     # A step count that starts as a Python int returns as a weakly typed array. With one key for both, the second call
     # finds the program of the first.
     if type(leaf) in (int, float, complex):
@@ -340,7 +368,7 @@ def on_leaves(fun: Callable[..., Any], call: Call, paths: Sequence[str]) -> Call
             result = fun(*args, **kwargs)
         check_returned(variables, result)
         check_no_graph(result, "The result")
-        arrays = hide_static(result)
+        arrays = hide_static(result, only_arrays=call.only_arrays)
         _check_arrays(arrays)
         if call.graph is None:
             return arrays
@@ -356,6 +384,11 @@ def on_leaves(fun: Callable[..., Any], call: Call, paths: Sequence[str]) -> Call
 def _check_arrays(result: Any) -> None:
     """Raise TraceError for a leaf of a step's result that is neither an array nor a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(result):
+        if isinstance(leaf, Ref):
+            raise TraceError(
+                f"The step returns a Ref as `result{jax.tree_util.keystr(path)}`. Return its value, `ref[...]`; the "
+                "caller's Ref has the new value after the step."
+            )
         try:
             jax.typeof(leaf)
         except Exception as error:  # also one from the leaf's own code
@@ -390,7 +423,7 @@ def is_numeric(value: Any) -> bool:
     """
     if isinstance(value, bool | np.bool_):
         return False
-    arrays = jax.Array | Shape | np.ndarray | np.generic | RemoteArray
+    arrays = jax.Array | Shape | np.ndarray | np.generic | RemoteArray | Ref
     return isinstance(value, arrays | int | float | complex) or hasattr(type(value), "__jax_array__")
 
 

@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import DeviceSpec
 from minialpa.errors import InfeasibleError, ShardingError, meant
 from minialpa.field_types import Count, MeshLengths, NotNegative, Positive, check_fields
-from minialpa.sharding import AXIS_NAMES
+from minialpa.sharding import AXIS_NAMES, axes_by_length, axes_in
 from minialpa.support.divisors import divisors
 from minialpa.support.private_jax import api_boundary
 
 #: See `AutoShardingOption.attention`.
 Attention = Literal["auto", "fused", "written"]
 
+Shardings = Literal["hint", "pin", "ignore"]
 PlanningEffort = Literal["fast", "balanced", "proof"]
 #: Steps of the training run that each effort assumes.
 PLANNED_STEPS: dict[PlanningEffort, float] = {"fast": 100, "balanced": 10_000, "proof": math.inf}
@@ -52,13 +53,16 @@ class AutoShardingOption:
             stages have splits no value.
         received_axes: (axis, dimension) pairs. Values from other meshes are split only along this dimension over this
             axis, if the mesh has the axis and its length divides the dimension. Empty: the planner decides.
+        axis_lengths: lengths of the axes in `axis_names`, which then name the axes of equal length. Meshes of other
+            lengths are no choice.
         memory_limit_bytes: bytes per device for parameters, optimizer state, gradients, activations and temporaries
             together; None for the device's memory.
         planning_effort: how long planning may take: in proportion to a training run of 100 steps ("fast") or 10,000
             steps ("balanced"), or up to optimal shardings or the time limit ("proof").
         solver_time_limit_s: most nominal seconds for the solver of one stage, ten times as many under "proof". They
             count work, so a plan does not depend on the load of the machine.
-        keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
+        shardings: the force of shardings inside the step, from `jax.lax.with_sharding_constraint`, `reshard` and
+            `out_sharding`: "pin" fixes each, "hint" prefers them among equally fast ones, "ignore" drops them.
         attention: which attentions become one operation, whose memory is linear in the number of positions: "fused" all
             recognised ones, "auto" those with more than 128 * 128 scores per head, "written" leaves the step unchanged.
             Equal for all stages.
@@ -76,10 +80,11 @@ class AutoShardingOption:
     memory_limit_bytes: Positive | None = None
     planning_effort: PlanningEffort = "balanced"
     solver_time_limit_s: NotNegative = 20.0
-    keep_constraints: bool = True
+    shardings: Shardings = "hint"
     attention: Attention = "auto"
     axis_names: tuple[str, ...] = ()
     received_axes: tuple[tuple[str, int], ...] = ()
+    axis_lengths: tuple[Count, ...] = ()
 
     @api_boundary
     def __post_init__(self) -> None:
@@ -87,9 +92,15 @@ class AutoShardingOption:
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
         object.__setattr__(self, "fixed_specs", tuple(pairs))
         object.__setattr__(self, "axis_names", tuple(self.axis_names))
+        object.__setattr__(self, "axis_lengths", tuple(self.axis_lengths))
         object.__setattr__(self, "received_axes", tuple((name, dim) for name, dim in self.received_axes))
         if len(set(self.axis_names)) < len(self.axis_names):
             raise ShardingError(f"Give `axis_names` a different name for each axis; got {self.axis_names!r}.")
+        if len(self.axis_lengths) not in (0, len(self.axis_names)):
+            raise ShardingError(
+                f"`axis_lengths` is {self.axis_lengths} for the axes {self.axis_names}. Give a length for each, or "
+                "leave it out."
+            )
         _check_together(self)
 
     @property
@@ -113,13 +124,14 @@ class AutoShardingOption:
     @property
     def named_axes(self) -> set[str]:
         """The axes that `fixed_specs` and `received_axes` name."""
-        entries = [entry for _, partition in self.fixed_pairs for entry in partition]
-        in_specs = [name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))]
-        return {name for name in in_specs if isinstance(name, str)} | {name for name, _ in self.received_axes}
+        in_specs = {name for _, partition in self.fixed_pairs for name in axes_in(partition)}
+        return in_specs | {name for name, _ in self.received_axes}
 
     def names_on(self, mesh_shape: tuple[int, ...]) -> tuple[str, ...]:
-        """The name of each axis of a logical mesh. Raises InfeasibleError if there are fewer names than axes."""
+        """The name of each axis of a logical mesh. Raises InfeasibleError for fewer names, or other lengths."""
         n_axes = len(mesh_shape)
+        if self.axis_lengths:
+            return self._names_by_length(mesh_shape)
         if not self.axis_names:
             return AXIS_NAMES[:n_axes]
         if n_axes > len(self.axis_names):
@@ -129,12 +141,39 @@ class AutoShardingOption:
             )
         return self.axis_names[len(self.axis_names) - n_axes :]
 
+    def _names_by_length(self, mesh_shape: tuple[int, ...]) -> tuple[str, ...]:
+        """An axis of length 1 has an empty name."""
+        if math.prod(mesh_shape) > 1:  # lower bounds are on one device
+            self.check_axes(mesh_shape)
+        found = axes_by_length(self._lengths, mesh_shape) or {}
+        name_of = {axis: name for name, axis in found.items()}
+        return tuple(name_of.get(axis, "") for axis in range(len(mesh_shape)))
+
+    @property
+    def _lengths(self) -> dict[str, int]:
+        return dict(zip(self.axis_names, self.axis_lengths, strict=False))
+
+    def has_axes(self, mesh_shape: tuple[int, ...]) -> bool:
+        """Whether a logical mesh has the `axis_lengths`, if any."""
+        return not self.axis_lengths or axes_by_length(self._lengths, mesh_shape) is not None
+
+    def check_axes(self, mesh_shape: tuple[int, ...]) -> None:
+        """Raise InfeasibleError unless a logical mesh has the `axis_lengths`."""
+        if not self.has_axes(mesh_shape):
+            raise InfeasibleError(
+                f"Shardings are fixed on a mesh of {self._lengths} (`in_shardings`, `out_shardings` or "
+                f"`axis_lengths`), but the devices form a mesh of shape {mesh_shape}, of at most {len(AXIS_NAMES)} "
+                "axes. Use a mesh of this shape for them, or change `logical_shape`, `devices` or the number of stages."
+            )
+
+    def open_shape(self, n_devices: int) -> tuple[int, ...]:
+        """The logical shape of devices whose shape is open: `axis_lengths` without 1s if they fit, else one axis."""
+        shape = tuple(length for length in self.axis_lengths if length > 1)
+        return shape if math.prod(shape) == n_devices and 0 < len(shape) <= len(AXIS_NAMES) else (n_devices,)
+
     def for_any_batch(self) -> AutoShardingOption:
         """These options without the ones that need a batch which the devices divide."""
         return replace(self, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None)
-
-    def without_constraints(self) -> AutoShardingOption:
-        return replace(self, keep_constraints=False)
 
     @property
     def solver_limit_s(self) -> float:
@@ -451,7 +490,7 @@ class PlanOptions:
         if isinstance(self.stages, UniformStageOption) and self.stages.submesh_autosharding_option is not None:
             options.append(self.stages.submesh_autosharding_option)
         if isinstance(self.stages, ManualStageOption):
-            named = ("fixed_specs", "axis_names", "received_axes")
+            named = ("fixed_specs", "axis_names", "axis_lengths", "received_axes")
             for given in self.stages.submesh_autosharding_option_dicts:
                 options.append(AutoShardingOption(**{name: given[name] for name in named if name in given}))
         return tuple(options)

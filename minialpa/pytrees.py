@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ref import AbstractRef, Ref
 from jax.tree_util import PyTreeDef
 
 from minialpa.arrays import RemoteArray
@@ -22,7 +23,9 @@ from minialpa.errors import TraceError
 from minialpa.support.identity import ById
 
 _PLACE = object()
-_ARRAYS = jax.Array | jax.ShapeDtypeStruct | jax.core.ShapedArray | np.ndarray | np.generic | RemoteArray
+_ARRAYS = (
+    jax.Array | jax.ShapeDtypeStruct | jax.core.ShapedArray | np.ndarray | np.generic | RemoteArray | AbstractRef | Ref
+)
 
 
 # ---- static leaves --------------------------------------------------------------------------------------------------
@@ -37,10 +40,13 @@ class StaticLeaf:
     kind: type
 
 
-def hide_static(tree: Any) -> Any:
-    """The pytree with a `StaticLeaf` for each function, and for each leaf of an equinox module that is no array."""
+def hide_static(tree: Any, *, only_arrays: bool = False) -> Any:
+    """The pytree with a `StaticLeaf` for each function, and for each leaf of an equinox module that is no array.
+
+    only_arrays: also for all other leaves that are no arrays.
+    """
     leaves, structure = jax.tree.flatten(tree)
-    hidden = hide_leaves(leaves, leaves_in_modules(tree))
+    hidden = hide_leaves(leaves, [True] * len(leaves) if only_arrays else leaves_in_modules(tree))
     return tree if hidden is leaves else jax.tree.unflatten(structure, hidden)
 
 
@@ -88,10 +94,17 @@ def with_static(tree: PyTreeDef) -> tuple[list[Any], PyTreeDef, tuple[int, ...]]
 
     The leaves of `tree` are None.
     """
+    if not _has_static(tree):  # a class may refuse placeholders
+        return [None] * tree.num_leaves, tree, tuple(range(tree.num_leaves))
     shown_tree = show_static(jax.tree.unflatten(tree, [_PLACE] * tree.num_leaves))
     values, structure = jax.tree.flatten(shown_tree)
     places = tuple(i for i, value in enumerate(values) if value is _PLACE)
     return [None if value is _PLACE else value for value in values], structure, places
+
+
+def _has_static(tree: PyTreeDef) -> bool:
+    node = tree.node_data()
+    return (node is not None and node[0] is StaticLeaf) or any(map(_has_static, tree.children()))
 
 
 def _is_static(value: Any) -> bool:

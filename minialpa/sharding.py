@@ -11,28 +11,74 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from minialpa.errors import ShardingError
 
 #: Names of the axes of every logical mesh, outermost (across hosts) first.
 AXIS_NAMES = ("x", "y")
+_HOST_KIND = "pinned_host"
 
 
 def device_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> Mesh:
     """`devices`, in row-major order, as a mesh with the axes `AXIS_NAMES`."""
-    return Mesh(np.array(devices).reshape(shape), AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+    kinds = (AxisType.Auto,) * len(shape)
+    mesh = Mesh(np.array(devices).reshape(shape), AXIS_NAMES[: len(shape)], axis_types=kinds)
+    _PLANNED.add(mesh)
+    return mesh
+
+
+#: Meshes of plans. jax makes equal meshes once, and keeps them.
+_PLANNED: set[Mesh] = set()
+
+
+def is_planned_mesh(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a plan has arrays on this mesh, rather than the user alone."""
+    return mesh in _PLANNED
+
+
+def is_host_array(array: Any) -> bool:
+    """Whether an array of jax is in host memory."""
+    return isinstance(array, jax.Array) and array.sharding.memory_kind == _HOST_KIND
+
+
+def placed(mesh: Mesh | AbstractMesh, spec: PartitionSpec, *, in_host: bool) -> NamedSharding:
+    return NamedSharding(mesh, spec, memory_kind=_HOST_KIND) if in_host else NamedSharding(mesh, spec)
 
 
 def abstract_mesh(shape: tuple[int, ...]) -> AbstractMesh:
     """The mesh of `device_mesh`, without devices."""
     return AbstractMesh(shape, AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+
+
+def axes_in(partition: Iterable[Any]) -> list[str]:
+    """The axes that the entries of a PartitionSpec name."""
+    names = [name for entry in partition for name in (entry if isinstance(entry, tuple) else (entry,))]
+    return [name for name in names if isinstance(name, str)]
+
+
+def axes_by_length(sizes: Mapping[str, int], mesh_shape: Sequence[int]) -> dict[str, int | None] | None:
+    """For each named axis, the first free axis of `mesh_shape` of its length; None for length 1.
+
+    None if axes of a mesh remain.
+    """
+    free = [(axis, length) for axis, length in enumerate(mesh_shape) if length > 1]
+    if sorted(length for length in sizes.values() if length > 1) != sorted(length for _, length in free):
+        return None
+    numbers: dict[str, int | None] = dict.fromkeys(sizes)
+    for name, length in sizes.items():
+        if length > 1:
+            found = next(pair for pair in free if pair[1] == length)
+            free.remove(found)
+            numbers[name] = found[0]
+    return numbers
 
 
 @contextmanager

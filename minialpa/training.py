@@ -430,6 +430,12 @@ def _first_state(
     has_plan = saved.get("method") == repr(run.step.method) and not isinstance(run.step.method, Plan)
     plan, executable = _plan_and_compile(run, progress, create_state.eval_shape(), batch, manager if has_plan else None)
 
+    if manager is not None and executable.refs.updated:
+        raise MinialpaError(
+            f"{run.step!r} updates a Ref that is not part of the state, so its checkpoints would lack the Ref's value. "
+            "Pass and return this value as a part of the state, or call `train` without `folder`."
+        )
+
     if manager is None or n_saved is None:
         with progress.timed("created", "The state is created."):
             state = create_state()

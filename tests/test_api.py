@@ -257,7 +257,7 @@ def test_methods_choose_devices() -> None:
 
 def test_every_way_to_write_a_shape_finds_the_program_of_the_arrays() -> None:
     params, batch = args = make_params(), jax.tree.map(jnp.asarray, make_batch())
-    mesh = jax.make_mesh((8,), ("x",))  # a mesh whose types contain shardings
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
     shapes = (
         {"w": jax.ShapeDtypeStruct(params["w"].shape, params["w"].dtype, sharding=sharding), "v": params["v"]},

@@ -117,7 +117,6 @@ def test_leaves_that_are_no_arrays_of_numbers_are_named() -> None:
         message = rf"`batch\['more'\]` is a.* {kind}"
         refused(TraceError, message, parallel, params, {**batch, "more": value})
     for wrong in (
-        jax.new_ref(jnp.ones((N_EXAMPLES, WIDTH))),
         jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), WIDTH), jnp.float32),
         jax.ShapeDtypeStruct((-N_EXAMPLES, WIDTH), jnp.float32),
         jax.ShapeDtypeStruct((N_EXAMPLES, WIDTH), np.dtype("S3")),

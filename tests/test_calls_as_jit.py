@@ -230,12 +230,16 @@ def test_names_that_are_not_there_and_other_options_of_jit_are_refused() -> None
     for option in ("static_argnames", "donate_argnames"):
         with pytest.raises(TraceError, match=f"`{option}` has 'kid', .* Name one of w, x, kind, n"):
             minialpa.parallelize(scaled, **{option: ["w", "kid"]})
-    with pytest.raises(ShardingError, match=r"`in_shardings` is an option of `jax.jit`, not of `parallelize`"):
-        minialpa.parallelize(scaled, in_shardings=None)
+    with pytest.raises(ShardingError, match=r"`device` is an option of `jax.jit`, not of `parallelize`"):
+        minialpa.parallelize(scaled, device=None)
 
 
 def test_static_arguments_of_an_inner_jit_have_to_be_static_here() -> None:
-    inner = jax.jit(scaled, static_argnames=("kind", "n"))
+    jitted = jax.jit(scaled, static_argnames=("kind", "n"))
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return jitted(*args, **kwargs)
+
     with pytest.raises(MinialpaError, match="static, with `static_argnums`"):
         minialpa.parallelize(inner)(W, X, kind="often", n=5)
     parallel = minialpa.parallelize(inner, static_argnames=("kind", "n"))

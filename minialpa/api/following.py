@@ -63,7 +63,9 @@ class Followed:
         is_cut = self.options.n_micro_batches > 1
         found = {
             i: self.executable.placement_of(leaf, path)
-            for i, (leaf, path, dim) in enumerate(zip(leaves, traced.in_paths, traced.batch_dims, strict=True))
+            for i, (leaf, path, dim) in enumerate(
+                zip((*leaves, *traced.refs.captured), traced.in_paths, traced.batch_dims, strict=True)
+            )
             if dim is None or not is_cut
         }
         return {i: value for i, value in found.items() if value is not None}

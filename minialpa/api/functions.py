@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minialpa.api.jitted import REFUSED
 from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.api.plan_folder import PlanCache
 from minialpa.api.ragged import OnRagged
@@ -21,7 +22,7 @@ from minialpa.calls import Argnames, Argnums
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import MinialpaError, ShardingError, TraceError, meant
 from minialpa.methods import AutoParallel, FollowingMethod, Method, check_method, plan_to_method
-from minialpa.options import PlanningEffort
+from minialpa.options import PlanningEffort, Shardings
 from minialpa.plan import Plan
 from minialpa.support.private_jax import api_boundary
 
@@ -41,8 +42,13 @@ def parallelize(
     batch_argnums: Argnums = "auto",
     on_stale: OnStale = "refuse",
     on_ragged: OnRagged = "fewer",
+    in_shardings: Any = "auto",
+    out_shardings: Any = "auto",
     plan_cache: PlanCache = "auto",
     planning_effort: PlanningEffort | None = None,
+    shardings: Shardings | None = None,
+    keep_unused: bool = False,
+    inline: Any = False,
     **of_jit: Any,
 ) -> Any:
     """Return a function that runs a step, written for one device, on all devices. Also a decorator.
@@ -55,7 +61,8 @@ def parallelize(
     The first call with new shapes plans and compiles the step; later calls run the program. See `ParallelizedFunc`.
 
     Args:
-        fun: the step. None returns a decorator.
+        fun: the step. None returns a decorator. A function under `jax.jit`, `nnx.jit` or `eqx.filter_jit` brings its
+            options; options given here win, and without `donate_argnums` there, "auto" counts.
         method: a parallel method, a saved `Plan`, or a method that follows another function (`CreateStateParallel`,
             `FollowParallel`). With None the planner chooses everything (`AutoParallel`).
         static_argnums: numbers of the arguments that are Python values. "auto": all except pytrees of arrays and
@@ -63,6 +70,8 @@ def parallelize(
         donate_argnums: numbers of the arguments whose memory the results may take over. "auto": training states that
             the step replaces.
         static_argnames, donate_argnames: the same by name. Names without numbers replace "auto".
+        in_shardings, out_shardings: NamedShardings, PartitionSpecs and None in a pytree prefix of arguments or results,
+            as in `jax.jit`. The plan has them, or an error names the leaf. With None the planner chooses.
         batch_argnums: numbers of the arguments whose leaves hold examples along dimension 0, which micro-batches split.
             "auto": the second argument of `step(state, batch)`; in other signatures, arguments whose leading dimension
             passes through the step like examples (`inter/microbatch/find_batch.py`). A call raises TraceError with the
@@ -75,14 +84,17 @@ def parallelize(
         plan_cache: a folder of plans, for later runs with equal step, shapes, cluster, options, rules and versions.
             "auto" keeps plans of large steps in the user's cache folder, up to 256 MiB. With None, every run plans.
         planning_effort: "fast", "balanced" or "proof" (see `AutoShardingOption`). None for the effort of the method.
+        shardings: "hint", "pin" or "ignore", the force of shardings in the step (see `AutoShardingOption`). None for the
+            choice of the method.
+        keep_unused, inline: options of `jax.jit` without effect.
 
     Raises ShardingError for a wrong option, and TraceError if `fun` is not a function.
     """
     for name in of_jit:
-        if name not in _JIT_OPTIONS:
-            near = meant(name, inspect.signature(ParallelizedFunc).parameters)
+        if name not in REFUSED:
+            near = meant(name, inspect.signature(parallelize).parameters)
             raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}.{near}")
-        raise ShardingError(f"`{name}` is an option of `jax.jit`, not of `parallelize`. {_JIT_OPTIONS[name]}")
+        raise ShardingError(f"`{name}` is an option of `jax.jit`, not of `parallelize`. {REFUSED[name]}")
     make = functools.partial(
         ParallelizedFunc,
         method=AutoParallel() if method is None else method,
@@ -91,28 +103,15 @@ def parallelize(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
         batch_argnums=batch_argnums,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
         on_stale=on_stale,
         on_ragged=on_ragged,
         plan_cache=plan_cache,
         planning_effort=planning_effort,
+        shardings=shardings,
     )
     return make if fun is None else make(fun)
-
-
-_LEFT_OUT = "Leave it out; it changes no result."
-_PLANNED = "The planner decides: leave it out, or fix shardings with `AutoShardingOption(fixed_specs=...)`."
-_DEVICES = "The `devices` of a method choose devices."
-#: Options of `jax.jit` that `parallelize` refuses, with the replacements.
-_JIT_OPTIONS = {
-    "abstracted_axes": "Each set of shapes is planned by itself.",
-    "backend": _DEVICES,
-    "compiler_options": "Plans hold the options that their programs are compiled with.",
-    "device": _DEVICES,
-    "in_shardings": _PLANNED,
-    "inline": _LEFT_OUT,
-    "keep_unused": _LEFT_OUT,
-    "out_shardings": _PLANNED,
-}
 
 
 def _method_for_cluster(method: Method | None, cluster: ClusterSpec) -> Method:
@@ -142,6 +141,7 @@ def plan(
     method: Method | None = None,
     batch_argnums: Argnums = "auto",
     planning_effort: PlanningEffort | None = None,
+    shardings: Shardings | None = None,
 ) -> Plan:
     """Plan `fun(*args)` for `cluster`. Needs no device.
 
@@ -150,12 +150,16 @@ def plan(
         args: a tuple of all arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
         cluster: such as `ClusterSpec.preset("a100-80gb")`. It takes the place of the method's `devices`.
         method: a parallel method; None for `AutoParallel`.
-        batch_argnums, planning_effort: as in `parallelize`.
+        batch_argnums, planning_effort, shardings: as in `parallelize`.
 
     Raises InfeasibleError if no plan fits, and ShardingError for a wrong cluster or method.
     """
     step = ParallelizedFunc(
-        fun, _method_for_cluster(method, cluster), batch_argnums=batch_argnums, planning_effort=planning_effort
+        fun,
+        _method_for_cluster(method, cluster),
+        batch_argnums=batch_argnums,
+        planning_effort=planning_effort,
+        shardings=shardings,
     )
     return step.plan(*_checked_arguments(args))
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from minialpa.pytrees import split_graph
+from minialpa.support.private_jax import value_of_ref
+from minialpa.tracing.refs import is_ref_leaf
 
 
 def checks_values() -> bool:
@@ -38,7 +40,8 @@ def call_checked(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwa
 
     values, graph = split_graph(dict(given))
     modules = {} if graph is None else {key: values[key] for key in graph.names}
-    for what, tree in (("result", result), ("modules", modules)):
+    refs = jax.tree.map(lambda x: value_of_ref(x) if is_ref_leaf(x) else None, (args, kwargs))
+    for what, tree in (("result", result), ("modules", modules), ("refs", refs)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             found = [kind for kind, test in tests.items() if test is not None and _any_element(test, leaf)]
             if found:

@@ -21,10 +21,13 @@ from minialpa.api.call_patterns import CallPattern, Match, pattern_of
 from minialpa.api.compiled_call import CompiledCall, check_alive, result_of_call
 from minialpa.api.following import Followed, computes_gradients, find_followed, note_training_step, refusal
 from minialpa.api.invalid_values import call_checked, checks_values
+from minialpa.api.jitted import unjitted
+from minialpa.api.pins import NO_PINS, Pins, find_pins
 from minialpa.api.plan_folder import PlanCache, folder_of
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import check_plan, compile_creation, compile_step, function_name
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
+from minialpa.api.users_mesh import placed_pins, typed_pins
 from minialpa.calls import (
     Argnames,
     Argnums,
@@ -49,7 +52,7 @@ from minialpa.methods import (
     check_method,
     resolve_devices,
 )
-from minialpa.options import PlanningEffort
+from minialpa.options import PlanningEffort, Shardings
 from minialpa.plan import Plan
 from minialpa.pytrees import check_no_graph
 from minialpa.recognition.step import recognise
@@ -60,12 +63,15 @@ from minialpa.support.collection import collection_paused
 from minialpa.support.private_jax import NO_MESH, api_boundaries, under_mesh, warn
 from minialpa.support.progress import phase
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
+from minialpa.tracing.refs import is_ref_leaf, ref_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
 if TYPE_CHECKING:
     from minialpa.plan.check import PlanCheck
     from minialpa.runtime.executable import Executable
 
+#: A plan with the shardings of arrays on the user's mesh may take so many times the seconds of a plan without.
+_MOST_OF_WISHES = 1.1
 #: Most arguments of a step in one message.
 _MOST_CHANGES = 8
 
@@ -149,27 +155,45 @@ class ParallelizedFunc:
         donate_argnums: Argnums = "auto",
         donate_argnames: Argnames = (),
         batch_argnums: Argnums = "auto",
+        in_shardings: Any = "auto",
+        out_shardings: Any = "auto",
         on_stale: OnStale = "refuse",
         on_ragged: OnRagged = "fewer",
         plan_cache: PlanCache = None,
         planning_effort: PlanningEffort | None = None,
+        shardings: Shardings | None = None,
     ) -> None:
         check_method(method)
         check_value("on_stale", on_stale, OnStale)
         check_value("on_ragged", on_ragged, OnRagged)
         check_value("plan_cache", plan_cache, PlanCache)
         check_value("planning_effort", planning_effort, PlanningEffort | None)
+        check_value("shardings", shardings, Shardings | None)
         _check_function(fun)
         with suppress(Exception):  # attributes of a callable object may raise anything
             functools.update_wrapper(self, fun, updated=())
-        self._fun, self._method = fun, method
+        plain, jitted = unjitted(fun)
+        self._wrapped, self._fun, self._method = fun, plain, method
         # The object of a bound method; empty for functions. See `__get__`.
         self._bound: tuple[Any, ...] = ()
+        # Options of `parallelize` win.
+        is_static_given = not _is_auto(static_argnums) or bool(static_argnames)
+        is_donate_given = not _is_auto(donate_argnums) or bool(donate_argnames)
+        static = (static_argnums, static_argnames) if is_static_given else jitted.static
         self._parameters = Parameters(
-            fun,
-            static=(static_argnums, static_argnames),
-            donate=(donate_argnums, donate_argnames),
+            plain,
+            static=static,
+            donate=(donate_argnums, donate_argnames) if is_donate_given else jitted.donate,
             batch=batch_argnums,
+            only_arrays=jitted.only_arrays,
+        )
+        if is_donate_given:
+            self._parameters.check_apart()
+        self._finds_static = _is_auto(static[0])
+        self._are_pins_of_jit = _is_auto(in_shardings) and _is_auto(out_shardings)
+        self._shardings = (
+            jitted.in_shardings if _is_auto(in_shardings) else in_shardings,
+            jitted.out_shardings if _is_auto(out_shardings) else out_shardings,
         )
         self._options: dict[str, Any] = {
             "static_argnums": static_argnums,
@@ -177,10 +201,13 @@ class ParallelizedFunc:
             "donate_argnums": donate_argnums,
             "donate_argnames": donate_argnames,
             "batch_argnums": batch_argnums,
+            "in_shardings": in_shardings,
+            "out_shardings": out_shardings,
             "on_stale": on_stale,
             "on_ragged": on_ragged,
             "plan_cache": plan_cache,
             "planning_effort": planning_effort,
+            "shardings": shardings,
         }
 
         self._planner = StepPlanner(
@@ -189,6 +216,7 @@ class ParallelizedFunc:
             on_ragged,
             folder_of(plan_cache),
             planning_effort,
+            shardings,
         )
         # Programs by the key of the call, the session, and the meshes of a followed training step. One thread compiles
         # at a time.
@@ -243,7 +271,7 @@ class ParallelizedFunc:
         """Copies and unpickled functions plan and compile for themselves."""
         if self._bound:
             return ParallelizedFunc.__get__, (self._bound_to(()), *self._bound)
-        return functools.partial(type(self), **self._options), (self._fun, self._method)
+        return functools.partial(type(self), **self._options), (self._wrapped, self._method)
 
     def get_executable(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for these arguments, without running."""
@@ -287,7 +315,11 @@ class ParallelizedFunc:
         def step(*values: Any) -> Any:
             return flat_fun(*jax.tree.leaves(values))
 
-        types = [leaf_type(leaf, path) for leaf, path in zip(call.leaves, paths, strict=True)]
+        types = [
+            ref_type(found) if is_ref_leaf(leaf) else found
+            for leaf, path in zip(call.leaves, paths, strict=True)
+            for found in [leaf_type(leaf, path)]
+        ]
         return jax.jit(step).trace(*jax.tree.unflatten(call.tree[0], types))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -362,9 +394,12 @@ class ParallelizedFunc:
         traced = self._trace(call)
         plan = self._plan_in_session(call, traced)
         specs = plan.export_specs(mesh)
+        inputs = [specs.inputs.get(value.path) for value in plan.inputs]
+        outputs = [specs.outputs.get(value.path) for value in plan.outputs]
+        # Values of captured Refs, and new values of Refs, come last.
         return (
-            jax.tree.unflatten(call.tree[0], [specs.inputs.get(value.path) for value in plan.inputs]),
-            jax.tree.unflatten(traced.out_tree, [specs.outputs.get(value.path) for value in plan.outputs]),
+            jax.tree.unflatten(call.tree[0], inputs[: call.tree[0].num_leaves]),
+            jax.tree.unflatten(traced.out_tree, outputs[: traced.out_tree.num_leaves]),
         )
 
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -504,6 +539,12 @@ class ParallelizedFunc:
                 f"{self._name} creates a state (its `method` is `CreateStateParallel`), so it keeps its arguments, "
                 "which are on every mesh. Leave `donate_argnums` and `donate_argnames` out."
             )
+        if any(given is not None and not _is_auto(given) for given in self._shardings):
+            raise ShardingError(
+                f"{self._name} creates a state (its `method` is `CreateStateParallel`) in the shardings of its "
+                "training step. Leave `in_shardings` and `out_shardings` out, or pass None for both if the function is "
+                "jitted."
+            )
         with under_mesh(call.mesh):
             train_step = self._method.train_step.get_executable(state_shapes(traced), *self._method.other_args)
         return compile_creation(call, traced, train_step, self.target(session), session)
@@ -537,11 +578,12 @@ class ParallelizedFunc:
         possible; else the method decides.
         """
         target = self.target(session)
+        pins = self._pins(call, traced)
         if computes_gradients(traced):
             self._training_keys.add(call.key())
             followed = None
-        if followed is None or self._planner.is_given(traced, target):
-            return self._plan_by_method(traced, target), target
+        if followed is None or pins != NO_PINS or self._planner.is_given(traced, target):
+            return self._plan_with_pins(call, traced, target, pins), target
 
         try:
             plan = self._planner.plan_followed(traced, followed, call.leaves)
@@ -551,16 +593,52 @@ class ParallelizedFunc:
             return plan, target
         return (self._plan_by_method(traced, target), target) if plan is None else (plan, followed.target)
 
+    def _plan_with_pins(self, call: Call, traced: TracedStep, target: Target, pins: Pins) -> Plan:
+        """The plan of this function's own method, with pins and shardings that may be left out.
+
+        These are the shardings of `jax.jit`, of types on Explicit axes, and of arrays on the user's mesh.
+        """
+        if self._are_pins_of_jit and pins != NO_PINS:
+            plan, error = self._plan_with_wishes(traced, target, pins)
+            if error is not None:
+                warn(f"The shardings of `jax.jit` around {self._name} have no effect. {error}")
+            return plan
+        if pins != NO_PINS or self._options["shardings"] == "ignore":
+            return self._plan_by_method(traced, target, pins)
+
+        typed = typed_pins(call, traced)
+        if typed != NO_PINS:
+            return self._plan_with_wishes(traced, target, typed)[0]
+        plan, placed = self._plan_by_method(traced, target), placed_pins(call, traced)
+        if placed.hold_in(plan):
+            return plan
+        pinned, _ = self._plan_with_wishes(traced, target, placed)
+        return pinned if pinned.cost.total_s <= _MOST_OF_WISHES * plan.cost.total_s else plan
+
+    def _plan_with_wishes(
+        self, traced: TracedStep, target: Target, pins: Pins
+    ) -> tuple[Plan, InfeasibleError | ShardingError | None]:
+        """The plan with pins, or else without, and the reason."""
+        try:
+            return self._plan_by_method(traced, target, pins), None
+        except (InfeasibleError, ShardingError) as error:
+            return self._plan_by_method(traced, target), error
+
     def _plan_in_session(self, call: Call, traced: TracedStep) -> Plan:
         """The plan by which a call would run in the present session, if any."""
         session = running_session()
         followed = None if session is None else self._find_followed(call.key(), call, session)
         return self._plan_for(call, traced, followed=followed)[0]
 
-    def _plan_by_method(self, traced: TracedStep, target: Target) -> Plan:
+    def _pins(self, call: Call, traced: TracedStep) -> Pins:
+        return find_pins(call, traced, *self._shardings, finds_static=self._finds_static)
+
+    def _plan_by_method(self, traced: TracedStep, target: Target, pins: Pins = NO_PINS) -> Plan:
         """The plan of this function's own method, or of `use_plan`."""
         with self._explained(traced):
-            return self._planner.plan(traced, target, is_first=self._earlier_types is None)
+            plan = self._planner.plan(traced, target, is_first=self._earlier_types is None, pins=pins)
+        pins.check(plan)
+        return plan
 
     @contextmanager
     def _explained(self, traced: TracedStep) -> Iterator[None]:
@@ -593,7 +671,7 @@ class ParallelizedFunc:
         """Warn that the program keeps the present attributes of `self`, unless `self` is static."""
         owner = next((value for name, value in call.static if name == 0), None) if self._bound else None
         has_state = bool(getattr(type(owner), "__dictoffset__", 0)) and bool(vars(owner))
-        is_auto = self._options["static_argnums"] == "auto" and not isinstance(owner, type)
+        is_auto = self._finds_static and not isinstance(owner, type)
         if has_state and is_auto and type(owner).__hash__ is object.__hash__:
             warn(
                 f"`{self._name}` is called on a {type(owner).__name__}, and its program keeps the attributes that the "
@@ -674,6 +752,10 @@ def _check_function(fun: Any) -> None:
             f"Pass a function as the first argument of `parallelize`, and options by name, such as `method=...`; got a "
             f"{type(fun).__name__}."
         )
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
 def _runs_here() -> bool:

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from minialpa.api.users_mesh import shardings_of_results, warn_of_moves
 from minialpa.calls import Call
-from minialpa.errors import ShardingError
+from minialpa.errors import ShardingError, TraceError
 from minialpa.inter.lower.mesh_programs import input_types, split_by_mesh
 from minialpa.methods import Target
 from minialpa.plan import Plan
@@ -38,8 +39,18 @@ def compile_step(call: Call, traced: TracedStep, plan: Plan, target: Target, ses
     with phase("emitting instructions"), collection_paused():
         program = emit_program(traced, plan)
     runner = _make_runner(program, traced, target, session)
-    texts = functools.partial(_planning_texts, traced, plan)
-    return Executable(plan, program, runner, call.tree[0], traced.out_tree, planning_texts=texts)
+    shardings = shardings_of_results(call, traced) if session.runtime is None else []
+    warn_of_moves(plan, shardings)
+    return Executable(
+        plan,
+        program,
+        runner,
+        call.tree[0],
+        traced.out_tree,
+        refs=traced.refs,
+        result_shardings=shardings,
+        planning_texts=functools.partial(_planning_texts, traced, plan),
+    )
 
 
 def compile_creation(
@@ -49,6 +60,10 @@ def compile_creation(
     from minialpa.inter.lower.state_program import state_program
     from minialpa.runtime.executable import Executable
 
+    if traced.refs:
+        raise TraceError(
+            "The function that creates the state reads a Ref. Pass `ref[...]`, and write the new value after the call."
+        )
     # A leaf may be on several meshes: the step's program decides which mesh reads it.
     plan = train_step.get_parallel_plan()
     with phase("creating the state"):

@@ -10,13 +10,14 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from minialpa.api.following import Followed
+from minialpa.api.pins import NO_PINS, Pins
 from minialpa.api.plan_folder import PlanFolder
 from minialpa.api.plan_makers import MakePlan, Relax, follow_plan, following, on_known_stages, planning
 from minialpa.api.ragged import OnRagged, explain_fewer, explain_most, is_uneven, numbers_to_try, warn_of_fewer
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
-from minialpa.ir.equations import aval_of, is_constraint, is_weak
+from minialpa.ir.equations import aval_of, type_of
 from minialpa.methods import (
     CreateStateParallel,
     FollowingMethod,
@@ -27,15 +28,15 @@ from minialpa.methods import (
     plan_to_method,
     resolve_devices,
 )
-from minialpa.options import AutoShardingOption, PlanningEffort, PlanOptions
+from minialpa.options import AutoShardingOption, PlanningEffort, PlanOptions, Shardings
 from minialpa.plan import Plan, verify_plan
 from minialpa.support.private_jax import warn
 from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.trace import TracedStep
 
 OnStale = Literal["refuse", "replan"]
-#: The step, the cluster, and the user's logical mesh, if any.
-_PlannedFor = tuple[Fingerprint, ClusterSpec, LogicalMesh | None]
+#: The step, its pins, the cluster, and the user's logical mesh, if any.
+_PlannedFor = tuple[Fingerprint, Pins, ClusterSpec, LogicalMesh | None]
 
 
 class StepPlanner:
@@ -56,17 +57,19 @@ class StepPlanner:
         on_ragged: OnRagged,
         folder: PlanFolder | None,
         effort: PlanningEffort | None = None,
+        shardings: Shardings | None = None,
     ) -> None:
-        """folder: keeps new plans for later runs of the script. effort: None for the effort of the method."""
+        """folder: keeps new plans for later runs of the script. effort, shardings: None for the method's."""
         self._method, self._on_stale, self._on_ragged, self._folder = method, on_stale, on_ragged, folder
-        self._effort = effort
+        chosen = {"planning_effort": effort, "shardings": shardings}
+        self._chosen: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
         self._plans: dict[_PlannedFor, Plan] = {}
         self._remembered_keys: set[_PlannedFor] = set()
 
     def remember(self, plan: Plan) -> None:
         """Use `plan` for its step on its cluster."""
         verify_plan(plan)
-        key = (plan.fingerprint, plan.cluster, logical_mesh_of(plan))
+        key = (plan.fingerprint, NO_PINS, plan.cluster, logical_mesh_of(plan))
         self._plans[key] = plan
         self._remembered_keys.add(key)
 
@@ -78,7 +81,7 @@ class StepPlanner:
     def is_given(self, traced: TracedStep, target: Target) -> bool:
         return (
             bool(self._remembered_keys)
-            and (traced.fingerprint, target.cluster, target.logical_mesh) in self._remembered_keys
+            and (traced.fingerprint, NO_PINS, target.cluster, target.logical_mesh) in self._remembered_keys
         )
 
     def plan_followed(self, traced: TracedStep, followed: Followed, leaves: Sequence[Any]) -> Plan | None:
@@ -104,10 +107,11 @@ class StepPlanner:
         _note_last_plan(plan, partial(_layers_in, plan))
         return plan
 
-    def plan(self, traced: TracedStep, target: Target, *, is_first: bool) -> Plan:
+    def plan(self, traced: TracedStep, target: Target, *, is_first: bool, pins: Pins = NO_PINS) -> Plan:
         """The plan for a traced step on `target`.
 
         is_first: whether these are the first shapes of the function.
+        pins: shardings for the options of the method. The caller checks plans that are made elsewhere.
 
         Raises InfeasibleError, TraceError, or VerifyError for a saved plan that does not fit.
         """
@@ -117,13 +121,14 @@ class StepPlanner:
             case Plan():
                 plan = self._saved_plan(traced, self._method)
             case FollowParallel() as method:
-                options = self._with_effort(method.options())
+                options = pins.pinned(self._with_choices(method.options()))
                 plan = self._new_plan(traced, options, following(traced, method, target), is_first=is_first)
             case method:
-                key = (traced.fingerprint, target.cluster, target.logical_mesh)
+                is_given = self.is_given(traced, target)
+                key = (traced.fingerprint, NO_PINS if is_given else pins, target.cluster, target.logical_mesh)
                 if key not in self._plans:
                     known = self._plan_of_like_call(traced, target)
-                    options = self._with_effort(options_for(method, traced))
+                    options = pins.pinned(self._with_choices(options_for(method, traced)))
                     make = on_known_stages(planning(traced, target, self._folder), known, options)
                     self._plans[key] = self._new_plan(traced, options, make, is_first=is_first)
                 plan = self._plans[key]
@@ -143,7 +148,7 @@ class StepPlanner:
 
         method = plan_to_method(saved)
         make = planning(traced, resolve_devices(method.devices))
-        plan = self._plan_for_batch(traced, self._with_effort(method.options()), make)
+        plan = self._plan_for_batch(traced, self._with_choices(method.options()), make)
         warn(
             f"The plan was made for another call: {found}. minialpa keeps its stages, micro-batches, schedule and "
             f"rematerialisation, and has solved new shardings: {plan.cost.total_s:.3g} s per step instead of "
@@ -151,10 +156,10 @@ class StepPlanner:
         )
         return plan
 
-    def _with_effort(self, options: PlanOptions) -> PlanOptions:
-        """The options with the planning effort of the function, if it has one."""
-        effort = self._effort
-        return options.relaxed(lambda one: dataclasses.replace(one, planning_effort=effort)) if effort else options
+    def _with_choices(self, options: PlanOptions) -> PlanOptions:
+        """The options of a method with the choices of the function."""
+        chosen = self._chosen
+        return options.relaxed(lambda one: dataclasses.replace(one, **chosen)) if chosen else options
 
     def _new_plan(self, traced: TracedStep, options: PlanOptions, make: MakePlan, *, is_first: bool) -> Plan:
         """The plan of a method. Warns if it must drop a constraint that the devices cannot satisfy."""
@@ -199,7 +204,7 @@ class StepPlanner:
 
     def _plan_of_like_call(self, traced: TracedStep, target: Target) -> Plan | None:
         """The latest plan for this cluster and equal argument paths."""
-        for (_, *where), plan in reversed(self._plans.items()):
+        for (_, _, *where), plan in reversed(self._plans.items()):
             paths = tuple(value.path for value in plan.inputs)
             if where == [target.cluster, target.logical_mesh] and paths == traced.in_paths:
                 return plan
@@ -208,10 +213,6 @@ class StepPlanner:
 
 def _relaxation(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -> tuple[Relax, str] | None:
     """The constraint to drop after `error`, and the text of the warning; None if every constraint must hold."""
-    # A `with_sharding_constraint` may be for another mesh.
-    if any(map(is_constraint, traced.flat.eqns)):
-        return AutoShardingOption.without_constraints, "The step is planned without its sharding constraints."
-
     # The devices may not divide the last batch of an epoch.
     if not is_first and is_uneven(error):
         what = "This batch differs in shape from the first one, so it is planned without this split."
@@ -221,8 +222,8 @@ def _relaxation(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -
 
 def state_shapes(traced: TracedStep) -> Any:
     """A step's result, with a `jax.ShapeDtypeStruct` for each leaf."""
-    avals = [aval_of(atom) for atom in traced.flat.outvars]
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval in avals]
+    avals = [aval_of(atom) for atom in traced.flat.outvars[: traced.out_tree.num_leaves]]
+    shapes = list(map(type_of, avals))
     return jax.tree.unflatten(traced.out_tree, shapes)
 
 

@@ -43,7 +43,6 @@ COARSE = 64.0
 
 @functools.partial(jax.jit, static_argnames="kind")
 def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
-    """The results of `attention_p`."""
     query, key, value, *others = operands
     problem = _problem(query, key, value, others, kind)
     shrink = _shrink(problem)
@@ -60,9 +59,8 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
 def differentiate(
     *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], with_bias_gradient: Sequence[bool]
 ) -> list[jax.Array]:
-    """The results of `attention_gradient_p`."""
     # Without a barrier, a compiler that sees both passes keeps scores or unrounded results of the first pass.
-    # `out` passes flat, in the layout in which a product reads it.
+    # `out` passes flat, as a product reads it.
     query, key, value, out, *rest = operands[:6]
     flat = out.reshape(*out.shape[:2], math.prod(out.shape[2:]))
     query, key, value, flat, logsumexp, out_bar = jax.lax.optimization_barrier((query, key, value, flat, *rest))
@@ -116,7 +114,7 @@ class _Axis:
         return self.n_blocks * self.block > self.length
 
     def pad(self, x: jax.Array, dim: int, fill: float = 0) -> jax.Array:
-        """The array with whole blocks along `dim`, unless `dim` is broadcast."""
+        """To whole blocks along `dim`, unless `dim` is broadcast."""
         if not self.is_padded or x.shape[dim] != self.length:
             return x
         widths = [(0, 0, 0)] * x.ndim
@@ -138,27 +136,27 @@ class _Axis:
         return lax.dynamic_update_slice_in_dim(x, self.cut(x, i, dim) + block, i * self.block, dim)
 
     def join(self, blocks: jax.Array, dim: int) -> jax.Array:
-        """The blocks [i ...], concatenated along their dimension `dim`."""
+        """Blocks [i ...], concatenated along `dim`."""
         moved = jnp.moveaxis(blocks, 0, dim)
         n_positions = moved.shape[dim] * moved.shape[dim + 1]
         joined: jax.Array = moved.reshape(*moved.shape[:dim], n_positions, *moved.shape[dim + 2 :])
         return joined
 
     def exists(self, i: Any) -> jax.Array:
-        """A mask of the positions of block i that are not padding."""
+        """A mask of positions of block i that are not padding."""
         exists: jax.Array = i * self.block + lax.iota(np.int32, self.block) < self.length
         return exists
 
 
 def _axis(length: int, side: int) -> _Axis:
-    """`length` positions in blocks of at most `side`: of a large divisor of `length` if there is one, else padded."""
+    """Blocks of at most `side`: of a large divisor of `length` if there is one, else padded."""
     fewest = max(1, -(-length // side))
     n_blocks = next((n for n in range(fewest, 2 * fewest) if length % n == 0), fewest)
     return _Axis(length=length, n_blocks=n_blocks, block=-(-length // n_blocks))
 
 
 def _axes(n_queries: int, n_keys: int, n_heads: int) -> tuple[_Axis, _Axis]:
-    """Blocks of queries and of keys. If one side is short, as in decoding, the other has long blocks."""
+    """Of queries and of keys. If one side is short, as in decoding, the other has long blocks."""
     side = SIDE
     while side > SMALLEST_SIDE and n_heads * side * side > MOST_SCORES:
         side //= 2
@@ -171,8 +169,7 @@ class _BlockedArrays:
     """Arrays in the dtype of the sums, padded to whole blocks.
 
     Attributes:
-        rows: blocks of queries.
-        columns: blocks of keys.
+        rows, columns: blocks of queries and of keys.
         query: [b g r t d].
         key: [b g s d].
         value: [b g s e].
@@ -204,17 +201,15 @@ class _BlockedArrays:
         return _float16(x) if step in self.kind.float16 else x
 
     def exists(self, i: Any, j: Any) -> jax.Array | None:
-        """The scores of a pair of blocks that are not padding, as a mask [1 1 1 t s]; None for all."""
+        """A mask [1 1 1 t s] of the scores of a pair of blocks that are not padding; None for all."""
         if not self.rows.is_padded and not self.columns.is_padded:
             return None
         return _outer(jnp.logical_and, self.rows.exists(i), self.columns.exists(j))
 
     def cut(self, x: jax.Array, i: Any, j: Any) -> jax.Array:
-        """The part of [b g r t s] for a pair of blocks."""
         return self.columns.cut(self.rows.cut(x, i, 3), j, 4)
 
     def add(self, x: jax.Array, block: jax.Array, i: Any, j: Any) -> jax.Array:
-        """The array with `block` added to this part."""
         # jax clamps the start in a dimension of length 1 to 0.
         starts = [jnp.asarray(k, np.int32) for k in (0, 0, 0, i * self.rows.block, j * self.columns.block)]
         return lax.dynamic_update_slice(x, self.cut(x, i, j) + block, starts)
@@ -223,7 +218,7 @@ class _BlockedArrays:
         return self.columns.unpad(x, 4) if x.shape[3] == 1 else self.rows.unpad(self.columns.unpad(x, 4), 3)
 
     def scores(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Scores [b g r t s] of a pair of blocks, and the mask of visible ones; None for all."""
+        """[b g r t s] of a pair of blocks, and the mask of visible ones; None for all."""
         query, key = self.rows.cut(self.query, i, 3), self.columns.cut(self.key, j, 2)
         score = self.rounded(_product(query, key, ((4,), (3,))), "product")
         score = self.rounded(self.scaled(score), "scale")
@@ -242,7 +237,7 @@ class _BlockedArrays:
         return score, functools.reduce(jnp.logical_and, conditions) if conditions else None
 
     def _window(self, i: Any, j: Any) -> list[jax.Array]:
-        """The conditions of the window for a pair of blocks: masks [1 1 1 t s]."""
+        """Masks [1 1 1 t s] for a pair of blocks."""
         if not self.positions:
             return []
         queries, keys = self._block_positions(i, j)
@@ -266,7 +261,7 @@ class _BlockedArrays:
 def _problem(
     query: jax.Array, key: jax.Array, value: jax.Array, others: Sequence[Any], kind: AttentionKind
 ) -> _BlockedArrays:
-    """An attention in blocks. others: positions, biases and masks, in this order."""
+    """others: positions, biases and masks, in this order."""
     n, end = kind.n_positions, kind.n_positions + kind.n_biases
     positions, biases, masks = others[:n], others[n:end], others[end:]
     dtype = np.dtype(np.float32)
@@ -317,7 +312,6 @@ def _walk(problem: _BlockedArrays) -> State:
 
 
 def _add_pair(problem: _BlockedArrays, value_sums: jax.Array, i: Any, j: Any, state: State) -> State:
-    """The state of block i of queries after block j of keys."""
     some_seen = problem.some_seen(i, j)
     if some_seen is None:
         return _add_scores(problem, i, j, state)
@@ -330,7 +324,6 @@ def _add_pair(problem: _BlockedArrays, value_sums: jax.Array, i: Any, j: Any, st
 
 
 def _add_scores(problem: _BlockedArrays, i: Any, j: Any, state: State) -> State:
-    """The state after block j of keys, from its scores."""
     old, total, mixed = state
     score, _ = problem.scores(i, j)
     maximum = jnp.maximum(old, score.max(axis=-1, initial=-jnp.inf))
@@ -343,7 +336,7 @@ def _add_scores(problem: _BlockedArrays, i: Any, j: Any, state: State) -> State:
 
 
 def _add_masked(problem: _BlockedArrays, j: Any, value_sums: jax.Array, state: State) -> State:
-    """`_add_scores` if all keys are masked. As there, an infinite value with weight 0 gives NaN."""
+    """If all keys are masked. As in `_add_scores`, an infinite value with weight 0 gives NaN."""
     old, total, mixed = state
     maximum = jnp.maximum(old, problem.masked_score)
     shift = _finite_or_zero(maximum)
@@ -361,7 +354,7 @@ def _shrink(problem: _BlockedArrays) -> jax.Array:
 
 
 def _value_sums(problem: _BlockedArrays) -> jax.Array:
-    """Sums of the values in each block, [b g j e]."""
+    """[b g j e], by block j."""
     b, g, _, e = problem.value.shape
     return problem.value.reshape(b, g, problem.columns.n_blocks, problem.columns.block, e).sum(axis=3)
 
@@ -393,9 +386,8 @@ class _Rows:
 
 
 def _rows_of_gradient(problem: _BlockedArrays, out: jax.Array, logsumexp: jax.Array, out_bar: jax.Array) -> _Rows:
-    """The statistics of all queries, from the results of the forward pass."""
     dtype, pad = problem.dtype, problem.rows.pad
-    # The sum comes before the transpose, which would copy the result.
+    # Before the transpose, which would copy the result.
     inner = pad((out_bar.astype(dtype) * out.astype(dtype)).sum(axis=-1).transpose(0, 2, 3, 1), 3)
     out_bar = pad(out_bar.transpose(0, 2, 3, 1, 4).astype(dtype), 3)
     logsumexp = pad(logsumexp.transpose(0, 2, 3, 1).astype(dtype), 3, math.inf)
@@ -452,7 +444,7 @@ def _inner_sums(problem: _BlockedArrays, shift: jax.Array, factor: jax.Array, ou
 def _weights(
     problem: _BlockedArrays, shift: jax.Array, out_bar: jax.Array, i: Any, j: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """exp(score - shift) and p_bar of a pair of blocks, and the mask of `_BlockedArrays.scores`."""
+    """exp(score - shift) and p_bar of a pair of blocks, and the mask of `scores`."""
     score, seen = problem.scores(i, j)
     weight = jnp.exp(score - problem.rows.cut(shift, i, 3)[..., None])
     p_bar = _product(problem.rows.cut(out_bar, i, 3), problem.columns.cut(problem.value, j, 2), ((4,), (3,)))
@@ -479,7 +471,6 @@ def _pair_gradient(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int
 
 
 def _gradient_of_scores(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int], i: Any, j: Any) -> Any:
-    """`_pair_gradient` of a pair whose scores may be visible."""
     cut = problem.rows.cut
     out_bar, query = cut(rows.out_bar, i, 3), cut(problem.query, i, 3)
     key = problem.columns.cut(problem.key, j, 2)
@@ -514,31 +505,30 @@ def _sum_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 
 def _float16(x: jax.Array) -> jax.Array:
-    """An array of a wider dtype, rounded to float16. Compilers may drop conversions to float16 and back."""
+    """From a wider dtype. Compilers may drop conversions to float16 and back."""
     rounded = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
     # `reduce_precision` rounds subnormal numbers (multiples of 2^-24 below 2^-14) to 0.
     return jnp.where(jnp.abs(x) < 2.0**-14, jnp.round(x * 2.0**24) * 2.0**-24, rounded)
 
 
 def _product(x: jax.Array, y: jax.Array, summed: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    """For each example and key head, the product over the dimensions `summed`."""
+    """For each example and key head."""
     return lax.dot_general(x, y, (summed, ((0, 1), (0, 1))))
 
 
 def _outer(fun: Callable[[jax.Array, jax.Array], jax.Array], queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """fun of each query and key, [1 1 1 t s]."""
+    """[1 1 1 t s]."""
     return fun(queries[:, None], keys[None, :])[None, None, None]
 
 
 def _loop(n: int, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-    """The carry after body(i, carry) for each i in range(n)."""
     last: Carry
     last, _ = _scan(n, lambda carry, i: (body(i, carry), None), carry)
     return last
 
 
 def _scan(n: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`lax.scan` over range(n), without a loop if n is 1."""
+    """Over range(n), without a loop if n is 1."""
     if n > 1:
         return lax.scan(body, carry, lax.iota(np.int32, n))
     carry, block = body(carry, np.int32(0))

@@ -43,7 +43,6 @@ KERNEL_SCOPE = "attention_with_kernel"
 
 @functools.partial(jax.jit, static_argnames="kind")
 def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
-    """The results of `attention_p`."""
     plain: Compute = functools.partial(blockwise.attend, *operands, kind=kind)
     query, key, value, *others = operands
     if not takes(query, key, value, kind):
@@ -63,7 +62,6 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
 def differentiate(
     *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], with_bias_gradient: Sequence[bool]
 ) -> list[jax.Array]:
-    """The results of `attention_gradient_p`."""
     plain: Compute = functools.partial(
         blockwise.differentiate, *operands, kind=kind, dtypes=dtypes, with_bias_gradient=with_bias_gradient
     )
@@ -123,7 +121,7 @@ def _with_kernel(
 
 
 def _has_old_gpu() -> bool:
-    """cuDNN has no kernels for GPUs before Ampere."""
+    """Before Ampere, without kernels of cuDNN."""
     gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
     return any(float(getattr(gpu, "compute_capability", OLDEST_GPU)) < OLDEST_GPU for gpu in gpus)
 
@@ -134,12 +132,12 @@ def _choose(
     positions: Sequence[jax.Array],
     kind: AttentionKind,
 ) -> list[jax.Array]:
-    """`run`, which computes an attention by cuDNN, if the positions allow it, else `plain`."""
+    """`run` uses cuDNN, if the positions allow it."""
     everything = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=False, window=None))
     if not kind.has_window:
         return everything()
 
-    # In a part of an attention, all queries may see all keys.
+    # A part of an attention may show all keys to all queries.
     queries, keys = positions
     sees_all = keys.max() <= queries.min()
     if kind.left is not None:
@@ -161,12 +159,12 @@ def _run_either(condition: jax.Array, then: Compute, otherwise: Compute) -> list
 
 
 def _masked_weigh_nothing(logsumexp: jax.Array, kind: AttentionKind, key: jax.Array) -> jax.Array:
-    """Whether the weight of masked scores rounds to 0 in each query's sum; false for NaN."""
+    """Whether masked weights round to 0 in each query's sum; false for NaN."""
     # A query whose largest visible score is m has a logsumexp of at most m + log(n_keys).
     return (logsumexp > kind.masked_score + NOTHING + math.log(key.shape[1])).all()
 
 
 def _joined_heads(x: jax.Array) -> jax.Array:
-    """[b t g r d] as [b t n d], with the queries of a key head side by side."""
+    """[b t g r d] as [b t n d]; queries of a key head are side by side."""
     b, t, g, r, d = x.shape
     return x.reshape(b, t, g * r, d)

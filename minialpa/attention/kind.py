@@ -19,7 +19,6 @@ class AttentionKind:
         left: number of positions back that a query sees; None for all.
         right: number of positions ahead that a query sees; None for all, 0 for a causal mask.
         masked_score: -inf, or a finite number: then a query without visible keys averages over all keys.
-        n_biases: number of arrays that are added to the scores.
         n_masks: number of boolean arrays; a score is masked where one is False.
         float16: the sorted steps in float16, where magnitudes beyond 65504 are infinite.
     """
@@ -39,5 +38,5 @@ class AttentionKind:
 
     @property
     def n_positions(self) -> int:
-        """Number of operands that are positions, of queries and of keys: 2 or 0."""
+        """Operands with positions: 2 or 0."""
         return 2 if self.has_window else 0

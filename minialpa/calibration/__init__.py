@@ -1,4 +1,4 @@
-"""Calibration: the devices of this process go in, a `ClusterSpec` with measured rates and links comes out.
+"""Calibration: the devices of this process in, a `ClusterSpec` with measured rates and links out.
 
 See README.md. Imports: `cluster`, `errors` and `session`.
 """

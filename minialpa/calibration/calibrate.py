@@ -1,4 +1,4 @@
-"""Measured seconds go in, a cluster with fitted rates and links comes out.
+"""Measured seconds in, a cluster with fitted rates and links out.
 
     seconds of a product = launch_s + flops / peak + exposed_bytes * bytes / bandwidth    -> KernelRates
     seconds of a kernel  = constant + bytes / bandwidth
@@ -32,10 +32,9 @@ from minialpa.support.progress import phase
 class Calibration:
     """A measured cluster.
 
-    Attributes:
-        cluster: one host with the measured devices. Links between hosts come from its preset.
-        product_error: median relative error of the seconds of products under `cluster`.
-        sum_error: the same for sums over all devices; 0 for one device.
+    cluster: one host with the measured devices. Links between hosts come from its preset.
+    product_error: median relative error of the seconds of products under `cluster`.
+    sum_error: the same for sums over all devices; 0 for one device.
     """
 
     cluster: ClusterSpec
@@ -92,13 +91,13 @@ def fitted(preset: ClusterSpec, found: Measurements) -> Calibration:
 
 
 def fitted_bandwidth(kernels: Sequence[ByteTime]) -> float:
-    """Bytes per second of kernels that only move bytes."""
+    """Bytes per second."""
     _, byte_s = _least_squares([[1.0, one.n_bytes] for one in kernels], [one.seconds for one in kernels])
     return 1.0 / max(byte_s, 1e-15)
 
 
 def fitted_rates(products: Sequence[ProductTime], bandwidth: float) -> tuple[dict[str, float], KernelRates]:
-    """Operations per second by the name of the rate, and the other constants of products."""
+    """Operations per second by rate, and the other constants of products."""
     names = list(dict.fromkeys(one.rate for one in products))
     rows = [[*(one.flops * (one.rate == name) for name in names), one.n_bytes, 1.0] for one in products]
     *flop_s, byte_s, launch_s = _least_squares(rows, [one.seconds for one in products])

@@ -1,4 +1,4 @@
-"""Devices go in; seconds of products, of kernels that only move bytes, and of sums over devices come out.
+"""Devices in; seconds of products, of kernels that only move bytes, and of sums over devices out.
 
 All devices run together, as in a step: virtual devices share a processor, GPUs may share power. A program repeats its
 operation; one repetition takes (seconds of 2 n - seconds of n) / n, without the cost of a call. Sizes grow until one
@@ -22,9 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.support.progress import Report
 
-#: Sizes stop growing at a longer repetition.
+#: Sizes grow until a repetition takes so long.
 _LONG_S = 0.02
-#: The n counted repetitions take longer, so that clock and other processes matter little.
+#: Counted repetitions take longer: clock and other processes matter little.
 _RUN_S = 0.02
 #: Number of differences of a long and a short run, whose median counts.
 _N_ROUNDS = 5
@@ -37,10 +37,8 @@ _Time = TypeVar("_Time")
 class ProductTime:
     """One matrix product on each device.
 
-    Attributes:
-        rate: name of the rate in `DeviceSpec.peak_flops`.
-        flops: operations of one device.
-        n_bytes: bytes of operands and result.
+    rate: name of the rate in `DeviceSpec.peak_flops`.
+    n_bytes: bytes of operands and result.
     """
 
     rate: str
@@ -53,8 +51,7 @@ class ProductTime:
 class ByteTime:
     """One kernel that only moves bytes, or one sum over all devices.
 
-    Attributes:
-        n_bytes: read and written by a kernel; input of each device to a sum.
+    n_bytes: read and written by a kernel; input of each device to a sum.
     """
 
     n_bytes: float
@@ -72,7 +69,6 @@ class Measurements:
 
 
 def measured(devices: Sequence[jax.Device], report: Report) -> Measurements:
-    """Measure `devices`, all of one process and one kind."""
     return Measurements(
         n_devices=len(devices),
         products=tuple(_counted("products", product_times(devices), report)),
@@ -82,7 +78,7 @@ def measured(devices: Sequence[jax.Device], report: Report) -> Measurements:
 
 
 def _counted(what: str, times: Iterator[_Time], report: Report) -> Iterator[_Time]:
-    """Report each time. Their number depends on the seconds, so the total is unknown."""
+    """Their number depends on the seconds, so the total is unknown."""
     report(what, 0, 0)
     for n, one in enumerate(times, 1):
         report(what, n, 0)
@@ -90,7 +86,7 @@ def _counted(what: str, times: Iterator[_Time], report: Report) -> Iterator[_Tim
 
 
 def product_times(devices: Sequence[jax.Device]) -> Iterator[ProductTime]:
-    """Lazily, products of growing size for each rate."""
+    """Lazily, of growing size for each rate."""
     for rate, dtype, precision in _rates(devices[0]):
         yield from _product_times_of_rate(_mesh(devices), rate, dtype, precision)
 
@@ -108,7 +104,7 @@ def _mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def _rates(device: jax.Device) -> list[tuple[str, str, lax.Precision]]:
-    """(name of a rate, dtype, precision) of the measured products."""
+    """(name of a rate, dtype, precision)."""
     exact, default = lax.Precision.HIGHEST, lax.Precision.DEFAULT
     if device.platform == "cpu":
         return [("float32", "float32", default), ("bfloat16", "bfloat16", default)]
@@ -121,7 +117,7 @@ def _rates(device: jax.Device) -> list[tuple[str, str, lax.Precision]]:
 
 
 def _product_times_of_rate(mesh: Mesh, rate: str, dtype: str, precision: lax.Precision) -> Iterator[ProductTime]:
-    """Lazily, times of products of growing sides in one dtype and precision."""
+    """Lazily, of growing sides."""
 
     def body(carry: Any) -> Any:
         x, y, out = carry
@@ -153,7 +149,7 @@ def _growing_sizes(first: int, by: int) -> Iterator[int]:
 
 
 def _seconds(mesh: Mesh, body: Callable[[Any], Any], dtype: str, *shapes: tuple[int, ...]) -> float:
-    """Seconds of one `body`, which maps arrays of `shapes` to arrays of `shapes`, on each device of `mesh`."""
+    """Of one `body`, which maps arrays of `shapes` to arrays of `shapes`, on each device."""
     spec = PartitionSpec(_AXIS)
 
     def on_device(n: jax.Array, *arrays: jax.Array) -> Any:

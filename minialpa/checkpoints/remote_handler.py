@@ -135,6 +135,7 @@ def target_of(value: RemoteArray, runtime: ClusterRuntime) -> DistributedTarget:
     return DistributedTarget(
         shape=value.shape,
         dtype=value.dtype,
+        in_host=value.in_host,
         session=runtime,
         rows=value.ranges if isinstance(value, BlockedArray) else (),
         layouts=tuple(
@@ -169,7 +170,7 @@ def _blocks_to_read(target: DistributedTarget, info: Any) -> list[RequestedArray
     requested = []
     for (start, stop), layouts in zip(target.rows or ((0, 0),), target.layouts, strict=True):
         shape = (stop - start, *target.shape[1:]) if target.rows else target.shape
-        kind = ArrayType(shape, str(target.dtype), weak_type=target.weak_type)
+        kind = ArrayType(shape, str(target.dtype), weak_type=target.weak_type, in_host=target.in_host)
         requested.append(RequestedArray(type=kind, layouts=layouts, stored=stored, first_row=start))
     return requested
 

@@ -24,6 +24,7 @@ from minialpa.plan import PlacementSpec
 from minialpa.pytrees import hide_static
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
 from minialpa.runtime.executable import Executable
+from minialpa.tracing.refs import is_ref_leaf
 
 #: Most leaves in one message.
 _MOST_NAMES = 8
@@ -73,7 +74,7 @@ def target_tree(like: Any) -> Any:
                 f"The target of `{jax.tree_util.keystr(path)}` is a `PlacementSpec`, which names meshes by number. "
                 "Pass the executable itself, or a part of its `get_input_targets()`, which has shardings."
             )
-        if not hasattr(leaf, "shape") and not isinstance(leaf, _Number):
+        if is_ref_leaf(leaf) or (not hasattr(leaf, "shape") and not isinstance(leaf, _Number)):
             text = jax.tree_util.keystr(path)
             raise CheckpointError(
                 f"The target of `{text}` is a {type(leaf).__name__}. Pass an array, a number or a "

@@ -38,7 +38,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{end} `{self.prog} --help` describes the arguments.\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """The error for arguments that no option and no position takes."""
         option = next((one.partition("=")[0] for one in unknown if one.startswith("-")), None)
         if option is None:
             self.error(f"`{unknown[0]}` is one argument too many")
@@ -73,7 +72,7 @@ def n_bytes(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """A path that can be written. An error comes here, before minutes of work."""
+    """An error comes here, before minutes of work."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"`{path}` is a folder; name a file in it, such as `{path / 'plan.json'}`")
@@ -85,7 +84,7 @@ def output_file(text: str) -> Path:
 
 
 def one_of(what: str, names: Sequence[str], ending: str = "") -> dict[str, Any]:
-    """The keywords of `add_argument` for one of `names`, in any case and without `ending`."""
+    """Keywords of `add_argument`. Any case fits, without `ending`."""
 
     def found(text: str) -> str:
         for name in names:
@@ -101,7 +100,7 @@ def one_of(what: str, names: Sequence[str], ending: str = "") -> dict[str, Any]:
 
 
 def add_completed(parser: Any, *flags: str, names: Callable[[], Iterable[str]], ending: str, **keywords: Any) -> None:
-    """An argument for one of `names`, or a file with this ending, which shells complete, or another text."""
+    """One of `names`, or a file with this ending, which shells complete, or another text."""
 
     def complete(prefix: str, **_: Any) -> list[str]:
         from argcomplete.completers import FilesCompleter
@@ -183,7 +182,6 @@ def add_method(parser: Any) -> None:
 
 
 def add_planning(parser: Any) -> None:
-    """The choices of the user for the planner."""
     add_method(parser)
     parser.add_argument(
         "--memory", type=n_bytes, metavar="SIZE", help="memory limit of a device, such as 40GB; default: its memory"
@@ -202,7 +200,7 @@ PLANNING = ("cluster", "num_hosts", "devices_per_host", "method", "memory", "mic
 
 
 def cluster_of(args: argparse.Namespace) -> ClusterSpec:
-    """The cluster of the options of `add_devices`. Raises MinialpaError."""
+    """Raises MinialpaError."""
     from minialpa.cluster import ClusterSpec
 
     text: str = args.cluster or _DEFAULT_PRESET
@@ -227,7 +225,7 @@ def cluster_of(args: argparse.Namespace) -> ClusterSpec:
 
 
 def preset_named(name: str) -> PresetName:
-    """The preset with this name in any case. Raises MinialpaError with near names."""
+    """In any case. Raises MinialpaError with near names."""
     found: Any = next((one for one in PRESETS if one == name.lower()), None)
     if found is None:
         listed = meant(name, PRESETS) or f" Choose one of {', '.join(PRESETS)}, or name a JSON file."
@@ -247,7 +245,7 @@ def _cluster_in_file(path: Path) -> ClusterSpec:
 
 
 def method_of(args: argparse.Namespace, devices: ClusterSpec | None) -> Method:
-    """The method of the options of `add_planning`. devices: None for the devices of this process."""
+    """devices: None for the devices of this process."""
     import minialpa
 
     name = args.method or METHODS[0]

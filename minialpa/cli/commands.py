@@ -17,7 +17,7 @@ from minialpa.errors import InfeasibleError, MinialpaError
 
 
 def run(argv: Sequence[str] | None, is_interrupted: Callable[[], bool]) -> int:
-    """Run one command. Errors of the input, of minialpa and of files are printed without a traceback."""
+    """Errors of the input, of minialpa and of files are printed without a traceback."""
     try:
         return _run(argv)
     except BaseException as error:
@@ -27,7 +27,6 @@ def run(argv: Sequence[str] | None, is_interrupted: Callable[[], bool]) -> int:
 
 
 def _status_of(error: BaseException) -> int:
-    """Print an error; returns the exit status."""
     if isinstance(error, SystemExit):  # of the parser, which has printed the error
         return error.code if isinstance(error.code, int) else 0
     if isinstance(error, OSError):
@@ -88,12 +87,12 @@ class _ListModels(argparse.Action):
 
 
 def _print_error(message: str) -> int:
-    """Print the message; returns the exit status of bad input."""
+    """Returns the exit status of bad input."""
     print(f"minialpa: {message}", file=sys.stderr)
     return 2
 
 
 def _drop_output() -> None:
-    """Let Python discard, when it ends, the output that it could not write."""
+    """At its end, Python would fail to write the rest."""
     with suppress(AttributeError, OSError, ValueError):  # there is no output, or it is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -57,7 +57,7 @@ def interruptible(*, ends_process: bool) -> Iterator[Callable[[], bool]]:
 
 
 class _Interrupts:
-    """raised: whether a SIGINT has arrived. unwound: set at the end of the context."""
+    """raised: a SIGINT has arrived. unwound: set at the end of the context."""
 
     def __init__(self) -> None:
         self.raised, self.unwound = False, threading.Event()

@@ -58,7 +58,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _use_virtual_devices(n: int | None) -> None:
-    """None for the local devices. Takes effect before jax starts its devices."""
+    """Before jax starts its devices."""
     import jax
 
     if n is not None:
@@ -120,7 +120,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _run_s(step: ParallelizedFunc, executable: Executable, values: tuple[Any, ...]) -> float:
-    """Seconds of one step on arguments that are on their devices before."""
+    """The arguments are on their devices before."""
     placed = step.preshard_dynamic_args(*values)
     executable.sync()
     start = time.perf_counter()
@@ -132,7 +132,7 @@ def _run_s(step: ParallelizedFunc, executable: Executable, values: tuple[Any, ..
 
 
 def _random(leaf: Any) -> Any:
-    """A random array for a `jax.ShapeDtypeStruct`: floats from 0 to 0.1, integers 0 and 1. Other leaves stay."""
+    """Floats from 0 to 0.1, integers 0 and 1, for a `jax.ShapeDtypeStruct`. Other leaves stay."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -168,7 +168,7 @@ _PACKAGES = ("minialpa", "jax", "jaxlib", "numpy", "pulp", "highspy", "flax", "o
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """The exit status is 1 if jax finds no device."""
+    """Exit status 1 if jax finds no device."""
     from importlib.metadata import packages_distributions
 
     from minialpa.runtime.diagnosis import diagnose_transports
@@ -211,7 +211,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> dict[str, Any]:
-    """jax's devices and their rates for the planner, or the error of the requested platform."""
+    """With rates for the planner, or the error of the requested platform."""
     import jax
 
     from minialpa.session import describe_devices

@@ -39,11 +39,9 @@ class NamedStep:
 
 
 def load_step(args: argparse.Namespace, planned_batch: int | None = None) -> NamedStep:
-    """The model of the options of `add_model`, and of `sequence`, the positions of an example, if present.
+    """By the options of `add_model`, and `sequence`, the positions of an example, if present. Raises MinialpaError.
 
     planned_batch: of a saved plan, for functions that take a batch size.
-
-    Raises MinialpaError.
     """
     from minialpa.support.progress import phase
 
@@ -64,7 +62,6 @@ def on_cpu() -> None:
 
 
 def parallel_step(args: argparse.Namespace, model: NamedStep, method: Any) -> ParallelizedFunc:
-    """The parallelized step, by the options of `add_planning`."""
     import minialpa
 
     made: ParallelizedFunc = minialpa.parallelize(
@@ -74,7 +71,7 @@ def parallel_step(args: argparse.Namespace, model: NamedStep, method: Any) -> Pa
 
 
 def check_examples(args: argparse.Namespace, plan: Plan) -> None:
-    """Raise MinialpaError for a batch of another size than on the command line."""
+    """Raise MinialpaError for another size than on the command line."""
     if args.batch is not None and plan.n_examples not in (args.batch, None):
         raise MinialpaError(
             f"`{args.model}` was called with `batch_size={args.batch}`, and its batch has {plan.n_examples} examples. "
@@ -84,7 +81,7 @@ def check_examples(args: argparse.Namespace, plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Numbers of examples, from the command line and from a saved plan, and positions of an example."""
+    """Numbers of examples, from the command line and a saved plan, and positions of an example."""
 
     asked: int | None
     planned: int | None
@@ -143,7 +140,7 @@ def _users_step(name: str, arguments: str | None, batch: _Batch) -> NamedStep:
 
 @contextmanager
 def _own_arguments(place: str) -> Iterator[None]:
-    """The arguments of this command are no arguments of the user's script."""
+    """This command's arguments are not for the user's script."""
     argv, sys.argv = sys.argv, [place]
     try:
         yield
@@ -152,7 +149,6 @@ def _own_arguments(place: str) -> Iterator[None]:
 
 
 def _returned_step(name: str, make: Callable[..., Any], batch: _Batch) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step and the arguments that `make` returns."""
     if _is_parallelized(make):
         raise MinialpaError(f"`{name}` is a training step. Name its arguments, as in `--args state,batch`.")
     if batch.asked is not None and not _takes_batch_size(name, make):
@@ -174,7 +170,6 @@ def _returned_step(name: str, make: Callable[..., Any], batch: _Batch) -> tuple[
 
 
 def _named_arguments(module: ModuleType, place: str, names: list[str], batch: _Batch) -> tuple[Any, ...]:
-    """The values of variables, and the results of functions."""
     values, sized = [], False
     for name in names:
         value, label = _attribute(module, place, name.strip()), f"{place}:{name.strip()}"
@@ -205,7 +200,7 @@ def _spread(step: Callable[..., Any], args: list[Any]) -> tuple[Any, ...]:
 
 
 def _is_function(value: Any) -> bool:
-    """Whether a named value makes arguments. Modules of equinox, which are arguments, can be called too."""
+    """Modules of equinox, which are arguments, can be called too."""
     return callable(value) and (isinstance(value, functools.partial) or inspect.isroutine(inspect.unwrap(value)))
 
 
@@ -216,7 +211,6 @@ def _is_parallelized(value: Any) -> bool:
 
 
 def _plain(step: Any) -> Callable[..., Any]:
-    """The step for one device of a parallelized function."""
     if not _is_parallelized(step):
         return cast(Callable[..., Any], step)
     return functools.partial(step.__wrapped__, *step._bound) if step._bound else step.__wrapped__
@@ -229,14 +223,14 @@ def _takes_batch_size(name: str, function: Callable[..., Any]) -> bool:
 
 
 def _sequence_parameter(name: str, function: Callable[..., Any]) -> str:
-    """The name of the parameter for positions; empty without such a parameter."""
+    """For positions; empty without such a parameter."""
     with users_code(f"`{name}`"):
         parameters = inspect.signature(function).parameters
     return next((one for one in ("seq_len", "sequence") if one in parameters), "")
 
 
 def _call(name: str, function: Callable[..., Any], batch: _Batch) -> Any:
-    """Call with the sizes that the function takes. Raises MinialpaError if it needs other arguments."""
+    """Raises MinialpaError if the function needs other arguments."""
     takes = _takes_batch_size(name, function)
     position = _sequence_parameter(name, function)
     options = {"batch_size": batch.size} if takes and batch.size is not None else {}
@@ -267,7 +261,7 @@ def _check_batch(name: str, args: tuple[Any, ...], batch: _Batch) -> None:
 
 
 def _import_module(name: str, place: str, path: str) -> ModuleType:
-    """The module of a file, or of a dotted name in the current folder or among the installed ones."""
+    """A file, or a dotted name in the current folder or among the installed ones."""
     if not place or not path:
         raise MinialpaError(f"`{name}` is no `FILE.py:FUNCTION` or `MODULE:FUNCTION`. {CONTRACT}")
     if place.endswith(".py") or os.sep in place:
@@ -288,7 +282,7 @@ def _import_module(name: str, place: str, path: str) -> ModuleType:
 
 
 def _import_file(place: str) -> ModuleType:
-    """The module of a file, whose folder is first on the path, as in `python FILE.py`. Its `__name__` is its stem."""
+    """Its folder is first on the path, as in `python FILE.py`. Its `__name__` is its stem."""
     file = Path(place).resolve()
     if not file.is_file():
         near = meant(file.name, [one.name for one in file.parent.glob("*.py")])
@@ -314,7 +308,6 @@ def _import_file(place: str) -> ModuleType:
 
 
 def _attribute(module: ModuleType, place: str, path: str) -> Any:
-    """The value of a dotted name in a module."""
     found: Any = module
     for part in path.split("."):
         with users_code(f"`{place}:{path}`"):
@@ -329,7 +322,7 @@ def _attribute(module: ModuleType, place: str, path: str) -> Any:
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Raise errors of a user's code as MinialpaErrors that name the last line outside of libraries."""
+    """Raise its errors as MinialpaErrors that name the last line outside of libraries."""
     try:
         yield
     except MinialpaError:

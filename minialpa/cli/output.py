@@ -16,7 +16,7 @@ from minialpa.support.files import write_text
 
 
 def show(args: argparse.Namespace, text: str, to_json: Callable[[], str]) -> None:
-    """Print the result in the form that `--json` asks for, and write its file."""
+    """Print in the form that `--json` asks for, and write its file."""
     print(to_json() if args.json is True else text, file=args.output)
     if isinstance(args.json, Path):
         save(args, args.json, lambda path: write_text(path, to_json()))
@@ -28,7 +28,6 @@ def note(args: argparse.Namespace, text: str) -> None:
 
 
 def save(args: argparse.Namespace, path: Path | None, write: Callable[[Path], object]) -> None:
-    """Write a file if the user named one."""
     if path is not None:
         write(path)
         note(args, f"Written to {path}.")

@@ -81,7 +81,7 @@ def same_step(path: Path | None, model: str) -> Iterator[None]:
 
 
 def explanation(text: str) -> str:
-    """The text of `explain`. Raises MinialpaError if it reports an unknown name."""
+    """Raises MinialpaError for an unknown name."""
     if text.startswith("No part of the plan is called"):
         raise MinialpaError(text)
     return text

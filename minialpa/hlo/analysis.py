@@ -38,11 +38,9 @@ _CUDNN_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
 class HloCollective:
     """One collective of a program.
 
-    Attributes:
-        n_bytes: as in `cost.Collective`; for a collective-permute, bytes that each device sends.
-        groups: devices that exchange data with each other; for a collective-permute, (source, target) pairs.
-        times: number of runs.
-        n_elements: of the largest array that it moves.
+    n_bytes: as in `cost.Collective`; for a collective-permute, bytes that each device sends.
+    groups: devices that exchange data with each other; for a collective-permute, (source, target) pairs.
+    n_elements: of the largest array that it moves.
     """
 
     kind: CollectiveKind
@@ -53,7 +51,7 @@ class HloCollective:
 
 
 def collectives(text: str) -> tuple[HloCollective, ...]:
-    """The collectives of the program that XLA printed as `text`. Asynchronous ones count where they start."""
+    """Asynchronous ones count where they start."""
     module = parse_module(text)
     found = (
         collective_of(instruction, times, module.n_devices)
@@ -64,7 +62,7 @@ def collectives(text: str) -> tuple[HloCollective, ...]:
 
 
 def bytes_by_kind(found: Iterable[HloCollective]) -> dict[CollectiveKind, float]:
-    """Bytes of the collectives of each kind, over all runs."""
+    """In all runs."""
     total: defaultdict[CollectiveKind, float] = defaultdict(float)
     for one in found:
         total[one.kind] += one.times * one.n_bytes
@@ -72,7 +70,7 @@ def bytes_by_kind(found: Iterable[HloCollective]) -> dict[CollectiveKind, float]
 
 
 def seconds(found: Iterable[HloCollective], mesh: LogicalMesh) -> float:
-    """Seconds of all collectives on `mesh`, whose devices are numbered in row-major order.
+    """Of all collectives on `mesh`, whose devices are numbered in row-major order.
 
     Raises ShardingError if the mesh has fewer devices than the program.
     """
@@ -87,7 +85,7 @@ def seconds(found: Iterable[HloCollective], mesh: LogicalMesh) -> float:
 
 
 def _collective_s(one: HloCollective, mesh: LogicalMesh) -> float:
-    """Seconds of the slowest group.
+    """Of the slowest group.
 
     A sub-grid (n_0 x n_1 devices of the mesh, hence any set of whole axes) has the price of a mesh of that shape, any
     other group of a ring over the slowest link that it crosses. Each pair of a collective-permute sends its whole
@@ -106,7 +104,6 @@ def _collective_s(one: HloCollective, mesh: LogicalMesh) -> float:
 
 
 def _mesh_positions(group: Sequence[int], mesh: LogicalMesh) -> list[tuple[int, ...]]:
-    """The position on the mesh of each device of a group."""
     places = list(itertools.product(*map(range, mesh.shape)))
     return [places[device] for device in group]
 
@@ -116,7 +113,7 @@ def _crossed_axes(places: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _sub_grid(group: Sequence[int], mesh: LogicalMesh) -> LogicalMesh:
-    """The group as a mesh: a grid with the links of `mesh`, or a ring over the slowest link."""
+    """A grid with the links of `mesh`, or a ring over the slowest link."""
     places = _mesh_positions(group, mesh)
     columns = [sorted(set(column)) for column in zip(*places, strict=True)]
     if set(places) == set(itertools.product(*columns)):
@@ -169,7 +166,7 @@ def _n_kernel_terms(instruction: Instruction, kernel: Sequence[int]) -> float:
 
 
 def runs(module: Module) -> dict[str, int]:
-    """The number of runs of each computation that runs at all."""
+    """By computation."""
     times: Counter[str] = Counter()
 
     def visit(name: str, n_runs: int) -> None:
@@ -183,11 +180,11 @@ def runs(module: Module) -> dict[str, int]:
 
 
 def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, int]]:
-    """The computations that an instruction runs, and how often it runs each."""
+    """(computation, runs)."""
     if instruction.opcode == "while":
         for name in instruction.called("body", "condition"):
             yield name, instruction.n_trips
-    # The end of an asynchronous call names the same computation.
+    # The end of an asynchronous call names the computation of the start.
     elif instruction.opcode not in ("async-update", "async-done"):
         for name in instruction.called(*_CALLS):
             if name in module.computations:
@@ -198,11 +195,7 @@ def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, in
 
 
 def collective_of(instruction: Instruction, times: int, n_devices: int) -> HloCollective | None:
-    """The collective that an instruction is or starts, if any.
-
-    times: number of runs of the instruction.
-    n_devices: partitions times replicas.
-    """
+    """None if the instruction starts no collective. n_devices: partitions times replicas."""
     kind = _KINDS.get(instruction.opcode.removesuffix("-start"))
     if kind is None:
         return None

@@ -23,12 +23,9 @@ Groups = tuple[tuple[int, ...], ...]
 class Instruction:
     """A line of a computation; all fields are text.
 
-    Attributes:
-        name: without `%`.
-        shape: of the result.
-        opcode: such as `all-reduce`.
-        operands: names of the operands; the value of a constant; the number of a parameter.
-        attributes: the rest of the line.
+    name: without `%`.
+    opcode: such as `all-reduce`.
+    operands: names of the operands; the value of a constant; the number of a parameter.
     """
 
     name: str
@@ -39,12 +36,12 @@ class Instruction:
 
     @property
     def n_trips(self) -> int:
-        """The trip count of a `while`; 1 if XLA does not print it."""
+        """Of a `while`; 1 if XLA does not print it."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(known[1]) if known else 1
 
     def called(self, *keys: str) -> tuple[str, ...]:
-        """Computations that the attributes `keys` name, such as `body` or `branch_computations`."""
+        """In the attributes `keys`, such as `body` or `branch_computations`."""
         pattern = rf"[ ,](?:{'|'.join(keys)})=(?:\{{([^}}]*)\}}|%?([\w.\-]+))"
         return tuple(
             name.strip().lstrip("%")
@@ -62,12 +59,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A program.
-
-    Attributes:
-        computations: by name, without `%`.
-        n_devices: partitions times replicas.
-    """
+    """A program. computations: by name, without `%`. n_devices: partitions times replicas."""
 
     computations: dict[str, Computation]
     entry: str
@@ -75,7 +67,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """The module that XLA printed as `text`. Raises VerifyError if there is no entry computation."""
+    """Raises VerifyError if there is no entry computation."""
     text = re.sub(r"/\*.*?\*/", "", text)  # comments, such as /*index=5*/
     header = text.split("\n", 1)[0]
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
@@ -115,7 +107,6 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing_parenthesis(text: str, opening: int) -> int:
-    """The position of the parenthesis that matches `text[opening]`."""
     depth = 0
     for mark in re.compile(r"[()]").finditer(text, opening):
         depth += 1 if mark[0] == "(" else -1
@@ -190,7 +181,6 @@ def _numbers(text: str) -> list[int]:
 
 
 def _rows(array: np.ndarray) -> Groups:
-    """The groups of an array of device numbers [..., devices of a group]."""
     return tuple(tuple(row) for row in array.reshape(-1, array.shape[-1]).tolist())
 
 
@@ -207,9 +197,7 @@ def _iota(text: str) -> np.ndarray:
 class _SubAxis:
     """`'a':(2)3` in HLO: with mesh axis `a` reshaped to [2, 3, rest], the dimension of length 3.
 
-    Attributes:
-        before: product of the lengths before this dimension, here 2.
-        length: of this dimension, here 3.
+    before: product of the lengths before this dimension, here 2. length: here 3.
     """
 
     axis: str
@@ -217,12 +205,11 @@ class _SubAxis:
     length: int
 
     def includes(self, other: _SubAxis) -> bool:
-        """Whether `other`, one of the shortest sub-axes that HLO names, is part of this one."""
+        """other: one of the shortest sub-axes that HLO names."""
         return self.axis == other.axis and self.before <= other.before < max(self.before * self.length, 2)
 
 
 def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Groups:
-    """Groups over axes and sub-axes of a mesh."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
     devices = np.arange(math.prod(sizes.values()))
     if device_ids:
@@ -241,7 +228,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Groups:
 
 
 def _parts_of_axis(axis: str, size: int, chosen: Sequence[_SubAxis]) -> list[_SubAxis]:
-    """An axis cut where its chosen sub-axes begin and end."""
+    """Cuts are where chosen sub-axes begin and end."""
     cuts = {1, size}
     for sub_axis in chosen:
         if sub_axis.axis == axis:

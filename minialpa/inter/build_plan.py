@@ -36,6 +36,7 @@ from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
 from minialpa.inter.staging.staged_step import realise, stage_step
 from minialpa.inter.staging.tasks import StagedStep, planned_transfers
+from minialpa.inter.user_shardings import user_shardings
 from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
 from minialpa.plan import Plan, PlanCost, PlannedOperator, StagePlan
@@ -271,6 +272,7 @@ def _solve_mesh(
 
     # The caller may try other stages, so the error names the stage that does not fit.
     try:
+        stage.option.check_axes(view.mesh.shape)
         solved = context.solver.solve(
             staged, mesh, problem, view, stage.option, live,
             below_s=context.below_s, saves_memory=saves_memory, slowest=slowest,
@@ -359,6 +361,12 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
         ragged_products=tuple(dict.fromkeys(ragged_products(context.traced.flat.eqns))),
         roles=() if names is None else argument_roles(context.traced),
         model_flops=0.0 if names is None else model_flops(context.traced),
+        user_shardings=user_shardings(
+            [
+                (found.problem.eqns, found.sharding.equations, found.view.mesh.shape, stage.option)
+                for found, stage in zip(solved, placed.stages, strict=True)
+            ]
+        ),
     )
 
 
@@ -391,6 +399,7 @@ def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh, names: Step
         optimal=solved.sharding.optimal,
         gap=solved.sharding.gap,
         between_s=solved.times.between_s,
+        host_bytes=memory.host_bytes(solved.live),
     )
 
 

@@ -169,8 +169,9 @@ def _check_fixed_specs(context: PlanningContext) -> None:
         )
 
     paths = (*context.traced.in_paths, *context.traced.out_paths)
+    known = set(paths)
     for pattern in dict.fromkeys(pattern for option in options for pattern, _ in option.fixed_pairs):
-        if not any(matches(pattern, path) for path in paths):
+        if pattern not in known and not any(matches(pattern, path) for path in paths):
             near = difflib.get_close_matches(pattern, paths, _MOST_PATHS, cutoff=0.0)
             listed = ", ".join(f"`{path}`" for path in near) + (", ..." if paths[_MOST_PATHS:] else "")
             raise ShardingError(

@@ -74,9 +74,10 @@ def plan_on_submesh(context: PlanningContext) -> Plan:
 def _default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:
     """If the options leave the shape open: the mesh of the step's sharding constraints, or one axis."""
     option = context.options.sharding
-    is_open = not option.data_parallel and option.force_batch_dim_to_mesh_dim is None
-    shape = shape_of_constraints(context.traced.flat.eqns, n_devices) if option.keep_constraints and is_open else None
-    return shape or (n_devices,)
+    is_open = not option.data_parallel and option.force_batch_dim_to_mesh_dim is None and not option.axis_lengths
+    if option.shardings == "ignore" or not is_open:
+        return option.open_shape(n_devices)
+    return shape_of_constraints(context.traced.flat.eqns, n_devices) or option.open_shape(n_devices)
 
 
 def plan_on_best_submesh(context: PlanningContext, auto: AutoStageOption) -> Plan:
@@ -90,7 +91,8 @@ def plan_on_best_submesh(context: PlanningContext, auto: AutoStageOption) -> Pla
         return plan_stages(context, context.whole, [stage])
 
     n_least = cluster.n_devices if context.options.use_all_devices else 1
-    found = [candidate for candidate in candidates(cluster, auto) if candidate.n_devices >= n_least]
+    choices = candidates(cluster, auto, context.options.sharding)
+    found = [candidate for candidate in choices if candidate.n_devices >= n_least]
     if not found:
         raise InfeasibleError(
             f"`submesh_physical_shape_space` has no submesh of all {cluster.n_devices} devices. Add "

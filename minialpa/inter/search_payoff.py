@@ -205,4 +205,8 @@ def _candidates_of_all_devices(context: PlanningContext, auto: AutoStageOption) 
     cluster = context.cluster
     if cluster.host_devices:
         return []
-    return [candidate for candidate in candidates(cluster, auto) if candidate.n_devices == cluster.n_devices]
+    return [
+        candidate
+        for candidate in candidates(cluster, auto, context.options.sharding)
+        if candidate.n_devices == cluster.n_devices
+    ]

@@ -56,7 +56,7 @@ def _best_searched_plan(context: PlanningContext, cut: CutStep, layers: LayerOpt
     space = Space(
         micro_batches=options.micro_batch_choices(cut.step.batch_size),
         remats=tuple(remat[0] for remat in remats(layers, 1)),
-        candidates=tuple(candidates(context.cluster, auto)),
+        candidates=tuple(candidates(context.cluster, auto, options.sharding)),
         schedule=options.schedule,
         use_all_devices=options.use_all_devices,
         tolerance=auto.tolerance,

@@ -20,8 +20,8 @@ from minialpa.intra.graph.decisions import AnyRecord, LoopRecord, Record
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.solver.cost_graph import FORBIDDEN
 from minialpa.intra.strategies.loops import body_specs
-from minialpa.intra.strategies.reshard import reshard_table
-from minialpa.ir.equations import bytes_of, is_literal, shape_of
+from minialpa.intra.strategies.reshard import ReshardTable, forbidden_for, reshard_table
+from minialpa.ir.equations import Atom, bytes_of, is_literal, shape_of
 from minialpa.ir.op import Op
 from minialpa.ir.text import ProgramText, modules
 from minialpa.plan import StagePlan
@@ -129,10 +129,13 @@ class _Tables:
     def _resharding_s(self, eqn: JaxprEqn, strategy: EquationSpecs, specs: Mapping[Var, Spec]) -> float:
         """Seconds of resharding the operands from the specs in which the plan makes them."""
         return sum(
-            reshard_table(shape_of(atom), bytes_of(atom), self.mesh, self.forbidden).cost(specs[atom], required)
+            self._reshard_table(atom).cost(specs[atom], required)
             for atom, required in zip(eqn.invars, strategy.operands, strict=True)
             if not is_literal(atom)
         )
+
+    def _reshard_table(self, atom: Atom) -> ReshardTable:
+        return reshard_table(shape_of(atom), bytes_of(atom), self.mesh, forbidden_for(atom, self.forbidden))
 
 
 def _cell(seconds: float) -> str:

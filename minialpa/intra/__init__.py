@@ -1,1 +1,1 @@
-"""The equations of one mesh and their specs go in; the program of one device comes out."""
+"""The equations of one mesh and their specs in; the program of one device out."""

@@ -1,4 +1,4 @@
-"""A `ShardedEquations` goes in; the same program comes out, with fewer bytes in collectives next to conversions.
+"""A `ShardedEquations` in; the same program out, with fewer bytes in collectives next to conversions.
 
 A conversion has the spec of its operand. Resharding does not change elements, so the narrower array can move:
     to a wider type        bfloat16 -> convert -> all-gather of float32     becomes   all-gather of bfloat16 -> convert
@@ -23,10 +23,9 @@ _Readers = dict[tuple[JaxprEqn | None, int], Spec]
 
 
 def with_narrow_moves(program: ShardedEquations) -> ShardedEquations:
-    """`program`, in which the narrower arrays of conversions move."""
     readers = _readers(program)
     equations, specs = dict(program.equations), dict(program.specs)
-    # Backwards, so that a move passes several conversions in a row.
+    # Backwards: a move passes several conversions in a row.
     for eqn in reversed(program.eqns):
         if eqn.primitive.name != "convert_element_type":
             continue
@@ -59,10 +58,9 @@ def _better_spec(
 ) -> Spec | None:
     """A spec for a conversion that moves fewer bytes than `chosen`, or None.
 
-    Args:
-        before: the spec in which the operand is made.
-        required: the specs in which the result is read.
-        read_before: the specs in which other equations read the operand.
+    before: the spec in which the operand is made.
+    required: the specs in which the result is read.
+    read_before: the specs in which other equations read the operand.
     """
     converted = chosen.operands[0]
     after = next(iter(required), converted)

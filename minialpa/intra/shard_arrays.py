@@ -1,4 +1,4 @@
-"""A `ShardedEquations` goes in; a function of jax arrays comes out: `spmd.walk` under `jax.shard_map`.
+"""A `ShardedEquations` in; a function of jax arrays out: `spmd.walk` under `jax.shard_map`.
 
 Barriers wait by data, because XLA for GPUs drops optimization barriers before it orders its kernels. It would recompute
 values for a backward pass long before the pass needs them, and save no memory. So each array x after a barrier becomes
@@ -27,7 +27,7 @@ from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.all_reduce import all_reduce, is_narrow
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
-from minialpa.ir.equations import Atom, aval_of, is_extended, is_literal, shape_of, source_line
+from minialpa.ir.equations import Atom, aval_of, is_extended, is_in_host, is_literal, shape_of, source_line
 from minialpa.ir.op import scope_in_profiles
 from minialpa.rules.factors import Factors
 from minialpa.rules.shards import run_shard
@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 
 def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
-    """The program as a function of stored arrays (`Spec.stored_shape`) on all devices of the mesh."""
+    """A function of stored arrays (`Spec.stored_shape`) on all devices of the mesh."""
     mesh_shape = program.mesh.shape
     in_specs = [program.specs[v] for v in program.invars]
     ops = replace(_array_ops(mesh_shape), run=functools.partial(_run_in_order, mesh_shape))
@@ -63,12 +63,11 @@ def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
 
 
 def _shard_of(stored: Any, spec: Spec) -> Any:
-    """The shard of a stored array, without the leading dimensions of partial sums."""
+    """The shard lacks the leading dimensions of partial sums."""
     return stored.reshape(stored.shape[len(spec.partial) :]) if spec.partial else stored
 
 
 def _stored_array(shard: Any, spec: Spec) -> Any:
-    """The reverse of `_shard_of`."""
     return jnp.expand_dims(shard, range(len(spec.partial))) if spec.partial else shard
 
 
@@ -81,7 +80,7 @@ def _array_ops(mesh_shape: Shape) -> ShardOps[Any]:
 
 
 def _named(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """A context that gives operations the name scopes of an equation, which profiles show."""
+    """Profiles show the name scopes of an equation."""
     scope = scope_in_profiles(name_stack(eqn))
     return jax.named_scope(scope) if scope else nullcontext()
 
@@ -117,7 +116,7 @@ def _run_in_order(
 
 
 def _run_once(eqn: JaxprEqn, operands: list[Any], n_axes: int) -> list[Any]:
-    """Run an equation with side effects on the first device only; the others get its results."""
+    """On the first device; the others get its results."""
     if any(type(effect).__name__ == "OrderedDebugEffect" for effect in eqn.effects):
         raise TraceError(
             f"`{eqn.primitive.name}` at {source_line(eqn)} is an ordered `jax.debug` callback, which jax runs on one "
@@ -142,7 +141,6 @@ def _check_shapes(eqn: JaxprEqn, chosen: EquationSpecs, results: Sequence[Any], 
 
 
 def _loop(mesh_shape: Shape, eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[Any]) -> list[Any]:
-    """Run a planned scan as a scan over shards."""
     ops = _array_ops(mesh_shape)
 
     def iteration(carry: Any, slices: Any) -> Any:
@@ -174,7 +172,6 @@ def _names(axes: Sequence[int]) -> tuple[str, ...]:
 
 
 def wait_for_all(arrays: Sequence[Any]) -> list[Any]:
-    """An optimization barrier that XLA for GPUs keeps, too."""
     return list(lax.platform_dependent(*arrays, cuda=wait_by_data, default=_barrier))
 
 
@@ -183,7 +180,7 @@ def wait_by_data(*arrays: Any) -> tuple[Any, ...]:
     elements = [
         array[(0,) * array.ndim].astype(jnp.float32)
         for array in arrays
-        if array.size and jnp.issubdtype(array.dtype, jnp.floating)
+        if array.size and jnp.issubdtype(array.dtype, jnp.floating) and not is_in_host(jax.typeof(array))
     ]
     if not elements:
         return _barrier(*arrays)
@@ -191,7 +188,12 @@ def wait_by_data(*arrays: Any) -> tuple[Any, ...]:
     # Never true: a NaN is not equal to 0.
     read = jnp.stack(elements)
     never = jnp.any((read != read) & (read == 0))
-    return tuple(jnp.where(never, jnp.zeros_like(array), array) for array in arrays)
+    # XLA drops a move to host memory and back without a barrier between them.
+    in_host = iter(_barrier(*(array for array in arrays if is_in_host(jax.typeof(array)))))
+    return tuple(
+        next(in_host) if is_in_host(jax.typeof(array)) else jnp.where(never, jnp.zeros_like(array), array)
+        for array in arrays
+    )
 
 
 def _barrier(*arrays: Any) -> tuple[Any, ...]:
@@ -228,14 +230,29 @@ def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
             return _cut_halves(x, step.dim, lax.axis_index(names), n_devices)
         case "swap":
             return _swap(x, step.dim, names, n_devices)
+        case "rotate":
+            return _rotate(x, step, names, n_devices)
 
 
 def _cut_halves(x: Any, dim: int, i: Any, n: int) -> Any:
-    """Of 2 n slices of `x`, slices 2 i and 2 n - 1 - 2 i, which device i of n has after a swap."""
+    """Of 2 n slices of `x`, slices 2 i and 2 n - 1 - 2 i."""
     size = x.shape[dim] // (2 * n)
     starts = (2 * i * size, (2 * n - 1 - 2 * i) * size)
     halves = [lax.dynamic_slice_in_dim(x, start, size, dim) for start in starts]
     return jnp.concatenate(halves, axis=dim)
+
+
+def _rotate(x: Any, step: ReshardStep, names: tuple[str, ...], n: int) -> Any:
+    """See `intra.strategies.rotation`."""
+    q, r = divmod(step.shift, x.shape[step.dim])
+
+    def of_device_after(part: Any, by: int) -> Any:
+        return lax.ppermute(part, names, [(i, (i - by) % n) for i in range(n)]) if by % n else part
+
+    if r == 0:
+        return of_device_after(x, q)
+    beginning, end = jnp.split(x, [r], axis=step.dim)
+    return jnp.concatenate([of_device_after(end, q), of_device_after(beginning, q + 1)], axis=step.dim)
 
 
 def _swap(x: Any, dim: int, names: tuple[str, ...], n: int) -> Any:

@@ -1,4 +1,4 @@
-"""Equations with specs go in (`ShardedEquations`); the program of one device, with explicit collectives, comes out.
+"""Equations with specs (`ShardedEquations`) in; the program of one device, with explicit collectives, out.
 
 `walk` runs the program: it reshards operands, runs each equation on shards, applies all-reduces that cannot wait (of a
 maximum, for example), and reshards results. The caller chooses the type of a shard. `shard_program` (shard_arrays.py)
@@ -26,7 +26,8 @@ from minialpa.intra.strategies.candidates import eager_reductions
 from minialpa.intra.strategies.combining import WITH_GRADIENTS, Sharing, sum_groups
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
-from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
+from minialpa.intra.strategies.reshard import ReshardStep, forbidden_for, reshard_table
+from minialpa.intra.strategies.rotation import rotation_of
 from minialpa.ir.equations import Atom, bytes_of, is_literal, operand_vars, shape_of
 from minialpa.ir.repeats import NO_REPEATS, Repeats
 from minialpa.rules.factors import Factors
@@ -41,11 +42,9 @@ class ShardOps(Generic[T]):
     """The operations of `walk` on shards of type T.
 
     Attributes:
-        literal: makes the shard of a literal.
         move: takes one step of a resharding.
-        run: runs an equation.
         loop: runs a scan; its iteration is a `ShardedEquations`.
-        named: a context in which operations belong to an equation.
+        named: a context for the operations of an equation.
     """
 
     literal: Callable[[Atom], T]
@@ -60,11 +59,10 @@ class ShardedEquations:
     """Equations of one program on `mesh`, with their specs.
 
     Attributes:
-        invars: arguments, which arrive in their `specs`.
         specs: for each variable, the spec in which its maker leaves it.
         forbidden: kinds of collectives that resharding may not use.
         combined: kinds of sums that start together.
-        live_on_entry, required_outputs, in_loop: for `hidden_values`, which finds the collectives that work can hide.
+        live_on_entry, required_outputs, in_loop: for `hidden_values`.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -93,7 +91,7 @@ def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> li
 
 
 class _Shards(Generic[T]):
-    """The shards of one run of a program so far, by variable and spec.
+    """The shards of one run of a program, by variable and spec.
 
     A variable is resharded once for all readers in one spec, and chains of steps share their first steps.
     """
@@ -101,15 +99,14 @@ class _Shards(Generic[T]):
     def __init__(self, program: ShardedEquations, ops: ShardOps[T]) -> None:
         self.program, self.ops = program, ops
         self.held: dict[tuple[Var, Spec], T] = {}
-        #: Operands after an exchange of halves.
+        #: After an exchange of halves.
         self.swapped: dict[tuple[Var, ReshardStep], T] = {}
-        #: How many sums start with the sum of a value, as in the prices of the plan.
+        #: How many sums start with the sum of a value.
         self.n_together = sum_groups(program.eqns).n_together
         #: `iota` equations, by result.
         self.makers: dict[Var, JaxprEqn] = {}
 
     def operand(self, atom: Atom, spec: Spec) -> T:
-        """The shard of `atom` in `spec`, resharded at the first request."""
         if is_literal(atom):
             return self.moved(self.ops.literal(atom), atom, Spec.replicated(len(shape_of(atom))), spec)
         if (atom, spec) not in self.held:
@@ -118,14 +115,15 @@ class _Shards(Generic[T]):
         return self.held[atom, spec]
 
     def moved(self, shard: T, atom: Atom, src: Spec, dst: Spec) -> T:
-        """`shard` resharded; steps that other readers took are skipped."""
+        """Without steps that other readers took."""
         if src == dst:
             return shard
 
         program = self.program
         n_sums = 1 if is_literal(atom) else self.n_together.get(atom, 1)
         sharing = Sharing(program.combined, n_sums)
-        table = reshard_table(shape_of(atom), bytes_of(atom), program.mesh, program.forbidden, sharing)
+        forbidden = forbidden_for(atom, program.forbidden)
+        table = reshard_table(shape_of(atom), bytes_of(atom), program.mesh, forbidden, sharing)
         for step in table.path(src, dst):
             if is_literal(atom):
                 shard = self.ops.move(shard, step, atom)
@@ -136,7 +134,7 @@ class _Shards(Generic[T]):
         return shard
 
     def run(self, eqn: JaxprEqn) -> None:
-        """Run an equation; holds its results in both specs, `made` and `results`."""
+        """Holds the results in both specs, `made` and `results`."""
         chosen = self.program.equations[eqn]
         operands = [self.operand(atom, spec) for atom, spec in zip(eqn.invars, chosen.operands, strict=True)]
         if chosen.body:
@@ -146,8 +144,12 @@ class _Shards(Generic[T]):
         factors = factors_of(eqn)
         if eqn.primitive.name == "iota" and not eqn.invars:
             self.makers[eqn.outvars[0]] = eqn
-        run = self._run_balanced if chosen.is_balanced else self.ops.run
-        made = run(eqn, factors, chosen, operands)
+        rotation = rotation_of(factors, chosen.operands[0], self.program.mesh.shape) if factors.shifts else None
+        if rotation is not None:
+            made = [self.ops.move(operands[0], rotation, eqn.invars[0])]
+        else:
+            run = self._run_balanced if chosen.is_balanced else self.ops.run
+            made = run(eqn, factors, chosen, operands)
         finish = eager_reductions(factors, chosen.operands, chosen.made, self.program.mesh.shape)
         for v, shard, step, src, dst in zip(eqn.outvars, made, finish, chosen.made, chosen.results, strict=True):
             finished = shard if step is None else self.ops.move(shard, step, v)
@@ -155,7 +157,6 @@ class _Shards(Generic[T]):
             self.held[v, dst] = self.moved(finished, v, src, dst)
 
     def _run_balanced(self, eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[T]) -> list[T]:
-        """Run an equation between exchanges that give devices equal work (balance.py)."""
         balance = balance_of(factors, chosen.operands, chosen.made, self.program.mesh.shape)
         assert balance is not None, (eqn.primitive, chosen)
 
@@ -219,12 +220,10 @@ class Communication(NamedTuple):
     Attributes:
         times: runs per run of the program.
         group: the group with which it starts (`sum_groups`); None if it starts alone.
-        loop: the scan that runs it, or None.
         can_hide: whether all the work of the loop, or of the program, can hide it (`hidden_values`).
         after: a bitmask; bit i is set if its operand depends, directly or not, on collective i of the program, a sum
             that starts with the gradients.
         n: how many successive collectives it stands for (`Repeats`).
-        value: the value that it moves.
         eqn: the equation that makes the value; for an argument of the program, or of the loop, the first that reads it.
     """
 
@@ -241,7 +240,6 @@ class Communication(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
-    """The collectives that `program` runs, in order."""
     found: list[Communication] = []
     groups = sum_groups(program.eqns).number
     hidden = hidden_values(
@@ -254,7 +252,7 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
         for v in operand_vars(one):
             near.setdefault(v, one)
 
-    # In place of a shard: bit i is set if the value waits for collective i, a sum with the gradients.
+    # In place of a shard: a bitmask as `Communication.after`.
     def move(after: int, step: ReshardStep, atom: Atom) -> int:
         collective = step.collective(bytes_of(atom), program.mesh.shape)
         if collective is not None:
@@ -280,7 +278,7 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
 
 
 def split_axes(factors: Factors, chosen: EquationSpecs) -> dict[int, tuple[int, ...]]:
-    """For each split factor of an equation, the mesh axes that split it, outermost first."""
+    """The mesh axes of each split factor of an equation, outermost first."""
     splits: dict[int, tuple[int, ...]] = {}
     for arrays, specs in ((factors.operands, chosen.operands), (factors.results, chosen.made)):
         for dims, spec in zip(arrays, specs, strict=True):

@@ -1,4 +1,4 @@
-"""The equations of a mesh and the specs of a plan go in; the spec of each value comes out, or a VerifyError.
+"""The equations of a mesh and the specs of a plan in; the spec of each value out, or a VerifyError.
 
 The program of a mesh trusts its specs. They compute the step, perhaps slowly, if operands and results of each equation
 are one of its sharding candidates (`strategies/candidates.py`), and each value can be resharded for its readers.
@@ -20,14 +20,14 @@ from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import nearest_candidate
 from minialpa.intra.strategies.compared import compared_values
 from minialpa.intra.strategies.loops import ScanBody, scan_body
-from minialpa.intra.strategies.reshard import reshard_table
+from minialpa.intra.strategies.reshard import forbidden_for, reshard_table
 from minialpa.ir.equations import Atom, bytes_of, is_literal, shape_of
 from minialpa.plan.verify import require
 from minialpa.rules.common import is_summable
 from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
 
-#: Positions of the fields of `EquationSpecs` in a plan, which errors name.
+#: Positions of the fields of `EquationSpecs` in a plan.
 _OPERANDS, _MADE, _RESULTS, _BODY = range(4)
 
 
@@ -35,10 +35,9 @@ _OPERANDS, _MADE, _RESULTS, _BODY = range(4)
 class SpecsOfMesh:
     """The specs of one mesh in a plan.
 
-    Attributes:
-        where: the stage, for errors, such as `plan.stages[0]`.
-        forbidden: kinds of collectives that resharding may not use.
-        inputs, equations: specs, in the order of `MeshEquations`.
+    where: the stage, for errors, such as `plan.stages[0]`.
+    forbidden: collectives that resharding may not use.
+    inputs, equations: specs, in the order of `MeshEquations`.
     """
 
     where: str
@@ -77,7 +76,7 @@ def _verify_inputs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec
 
 
 def check_spec(v: Atom, spec: Spec, mesh: LogicalMesh, where: str) -> None:
-    """Raise VerifyError unless the devices of `mesh` can hold the array `v` in `spec`."""
+    """Raise VerifyError unless `mesh` can hold `v` in `spec`."""
     expected = _lacking_property(spec, shape_of(v), mesh.shape)
     require(expected is None, where, spec, expected or "")
     require(not spec.partial or is_summable(v), where, spec, "no partial sum, as the elements are not numbers")
@@ -85,7 +84,7 @@ def check_spec(v: Atom, spec: Spec, mesh: LogicalMesh, where: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _lacking_property(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str | None:
-    """Text: the property that `spec` of an array of `shape` lacks; None if `spec` is right."""
+    """The property that `spec` of an array of `shape` lacks, or None."""
     if not all(axis < len(mesh_shape) and mesh_shape[axis] > 1 for axis in (*spec.axes, *spec.partial)):
         return f"axes of a mesh of shape {mesh_shape} that have several devices"
     if not all(list(axes) == sorted(axes) for axes in (*spec.dims, spec.partial)):
@@ -96,8 +95,9 @@ def _lacking_property(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int,
 
 
 def check_resharding(v: Atom, src: Spec, dst: Spec, mesh: LogicalMesh, forbidden: tuple[str, ...], where: str) -> None:
-    """Raise VerifyError unless the array `v` can be resharded from `src` to `dst`, the field `where`."""
+    """where: the field of `dst`. Raises VerifyError."""
     if src != dst:
+        forbidden = forbidden_for(v, forbidden)
         table = reshard_table(shape_of(v), bytes_of(v), mesh, forbidden)
         named = " or ".join(f"`{kind}`" for kind in forbidden)
         expected = f"a spec to which `{src}` can be resharded without {named}, which the options of the stage forbid"
@@ -106,7 +106,7 @@ def check_resharding(v: Atom, src: Spec, dst: Spec, mesh: LogicalMesh, forbidden
 
 @dataclass(frozen=True, slots=True)
 class _Verifier:
-    """Verifies the equations of a mesh and its loops. For the fields, see `SpecsOfMesh` and `MeshEquations`."""
+    """For the fields, see `SpecsOfMesh` and `MeshEquations`."""
 
     mesh: LogicalMesh
     forbidden: tuple[str, ...]
@@ -116,7 +116,7 @@ class _Verifier:
     def equations(
         self, eqns: Sequence[JaxprEqn], specs: Sequence[EquationSpecs], known: dict[Var, Spec], where: str
     ) -> None:
-        """Verify equations in order; `known` has the specs of all variables so far, and gets the specs of results."""
+        """In order; `known` has the specs of all variables so far, and gets the specs of results."""
         require(len(specs) == len(eqns), where, f"a list of {len(specs)}", f"{len(eqns)}, one for each equation")
         for i, (eqn, chosen) in enumerate(zip(eqns, specs, strict=True)):
             at = f"{where}[{i}]"
@@ -204,7 +204,7 @@ class _Verifier:
         self._check_iteration(eqn, body, chosen, where)
 
     def _complete_inside(self, eqn: JaxprEqn, body: ScanBody) -> list[Var]:
-        """The values of an iteration whose stacked results are complete."""
+        """Values whose stacked results are complete."""
         stacked = zip(eqn.outvars[body.n_carry :], body.flat.outvars[body.n_carry :], strict=True)
         return [v for out, v in stacked if out in self.not_partial and not is_literal(v)]
 

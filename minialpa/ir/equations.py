@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
@@ -96,6 +97,40 @@ def bytes_of(atom: Atom) -> int:
     return aval_bytes(atom.aval)
 
 
+def is_in_host(aval: Any) -> bool:
+    """Whether an array is in host memory, which devices read over a link."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
+def device_bytes_of(atom: Atom) -> int:
+    """0 in host memory."""
+    return 0 if is_in_host(atom.aval) else bytes_of(atom)
+
+
+def host_bytes_of(atom: Atom) -> int:
+    """0 in device memory."""
+    return bytes_of(atom) if is_in_host(atom.aval) else 0
+
+
+def moves_memory(eqn: JaxprEqn) -> bool:
+    """Whether an equation moves an array between device and host memory."""
+    return eqn.primitive.name == "device_put" and any(
+        is_in_host(old.aval) != is_in_host(new.aval) for old, new in zip(eqn.invars, eqn.outvars, strict=True)
+    )
+
+
+def type_of(aval: Any, shape: Sequence[int] | None = None, *, keeps_weak: bool = True) -> Any:
+    """Shape, dtype, weak type and memory of an array, without sharding, as an argument for `jax.make_jaxpr`."""
+    make = host_type if is_in_host(aval) else jax.ShapeDtypeStruct
+    shape = aval.shape if shape is None else tuple(shape)
+    return make(shape, aval.dtype, weak_type=keeps_weak and is_weak(aval))
+
+
+def host_type(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:
+    """The type of an array in host memory; `jax.ShapeDtypeStruct` has no memory."""
+    return jax.core.ShapedArray(tuple(shape), dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
+
+
 def is_inexact(atom: Atom) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
@@ -110,6 +145,14 @@ def has_all(wide: Any, narrow: Any) -> bool:
 def sub_jaxprs(eqn: JaxprEqn) -> tuple[Any, ...]:
     """Inner programs, such as bodies of scan, while and cond."""
     return tuple(jex.jaxprs_in_params(eqn.params))
+
+
+def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The equations of a program, also inside bodies."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in sub_jaxprs(eqn):
+            yield from all_equations(body)
 
 
 def count_equations(eqns: Iterable[JaxprEqn]) -> int:

@@ -15,6 +15,7 @@ from minialpa.plan.record import (
     PlannedTransfer,
     SearchNotMade,
     StagePlan,
+    UserSharding,
 )
 from minialpa.plan.text import seconds_text
 from minialpa.plan.verify import verify_plan
@@ -35,6 +36,7 @@ __all__ = [
     "PlannedTransfer",
     "SearchNotMade",
     "StagePlan",
+    "UserSharding",
     "bytes_text",
     "seconds_text",
     "verify_plan",

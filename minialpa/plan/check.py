@@ -42,6 +42,7 @@ class StageCheck:
         fullest: name of the function that runs at the compiled peak.
         planned_collectives, compiled_collectives: bytes per step, by the kind of collective.
         planned_s, compiled_s: busy seconds per step; compiled ones by XLA's estimates.
+        planned_host_bytes, compiled_host_bytes: peak host memory for a device.
     """
 
     limit_bytes: float
@@ -53,6 +54,8 @@ class StageCheck:
     planned_s: float
     compiled_s: float
     functions: tuple[FunctionCheck, ...]
+    planned_host_bytes: float = 0.0
+    compiled_host_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -90,6 +93,9 @@ def _stage_lines(k: int, stage: StageCheck) -> Iterator[str]:
         f"(planned {bytes_text(stage.planned_bytes)}); {seconds_text(stage.compiled_s)} per step "
         f"(planned {seconds_text(stage.planned_s)})"
     )
+    if stage.planned_host_bytes or stage.compiled_host_bytes:
+        host = map(bytes_text, (stage.compiled_host_bytes, stage.planned_host_bytes))
+        yield "  host memory: {} for each device (planned {})".format(*host)
     for kind in sorted({*stage.planned_collectives, *stage.compiled_collectives}):
         planned, compiled = (of.get(kind, 0.0) for of in (stage.planned_collectives, stage.compiled_collectives))
         yield f"  {kind}: {bytes_text(compiled)} per step (planned {bytes_text(planned)})"

@@ -108,7 +108,8 @@ def _placement_texts(plan: PlanRecord) -> dict[str, str]:
     out = {}
     for value in (*plan.inputs, *plan.outputs):
         places = zip(value.mesh_ids, value.placement().partition_specs, strict=True)
-        out[value.path] = ", ".join(f"mesh {mesh} {spec}" for mesh, spec in places) or "not used"
+        memory = "" if value.memory_kind == "device" else f" in {value.memory_kind}"
+        out[value.path] = (", ".join(f"mesh {mesh} {spec}" for mesh, spec in places) or "not used") + memory
     return out
 
 

@@ -56,6 +56,8 @@ def to_python(plan: PlanRecord, mesh: int = 0) -> str:
         outputs=_table(specs.outputs),
         in_shardings="".join(f'shardings(in_specs, "{arg}", {arg}), ' for arg in args).strip(),
         args=", ".join(args),
+        host=_host_table(plan),
+        kind=", memory_kind=memory_kinds.get(name + key)" if _host_table(plan) else "",
     )
 
 
@@ -79,6 +81,13 @@ def _warnings_for(plan: PlanRecord, mesh: int) -> list[str]:
             "step needs more\nmemory."
         )
     return lines
+
+
+def _host_table(plan: PlanRecord) -> str:
+    """The memory kinds of leaves in host memory; empty without any."""
+    values = (value for value in (*plan.inputs, *plan.outputs) if value.memory_kind != "device")
+    lines = "".join(f"    {value.path!r}: {value.memory_kind!r},\n" for value in values)
+    return f"\n#: Other arrays are in device memory.\nmemory_kinds = {{\n{lines}}}\n" if lines else ""
 
 
 def _table(specs: dict[str, PartitionSpec]) -> str:
@@ -107,13 +116,14 @@ in_specs = {{
 
 out_specs = {{
 {outputs}}}
-
+{host}
 
 def shardings(specs, name, tree):
     """`tree` with a sharding in place of each leaf. name: of the argument, or "result"."""
 
     def sharding(path, _):
-        return NamedSharding(mesh, specs[name + jax.tree_util.keystr(path)])
+        key = jax.tree_util.keystr(path)
+        return NamedSharding(mesh, specs[name + key]{kind})
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 '''

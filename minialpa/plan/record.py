@@ -22,6 +22,9 @@ from minialpa.tracing.ragged_products import RaggedProduct
 COMPILER_OPTIONS: Final = frozenset({"xla_gpu_enable_latency_hiding_scheduler"})
 
 
+MemoryKind = Literal["device", "pinned_host"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSpec:
     """The meshes of one argument or result, and its sharding on each of them.
@@ -33,6 +36,7 @@ class PlacementSpec:
         partition_specs: the sharding on each of these meshes.
         rows: empty if each mesh holds the whole array. Otherwise entry i of `mesh_ids`, `partition_specs` and `rows`
             describes one block of rows (start, stop) of dimension 0. A mesh may hold several blocks.
+        memory_kind: "device" or "pinned_host".
     """
 
     path: str
@@ -41,12 +45,14 @@ class PlacementSpec:
     mesh_ids: tuple[int, ...]
     partition_specs: tuple[PartitionSpec, ...]
     rows: tuple[tuple[int, int], ...] = ()
+    memory_kind: MemoryKind = "device"
 
     def __str__(self) -> str:
         blocks = [f" rows {a}:{b}" for a, b in self.rows] or [""] * len(self.mesh_ids)
         places = zip(self.mesh_ids, blocks, self.partition_specs, strict=True)
         where = ", ".join(f"mesh {m}{block}: {spec}" for m, block, spec in places)
-        return f"{self.path} {self.dtype}{list(self.shape)}: {where or 'not used'}"
+        memory = "" if self.memory_kind == "device" else f" in {self.memory_kind}"
+        return f"{self.path} {self.dtype}{list(self.shape)}{memory}: {where or 'not used'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,7 @@ class PlacedValue:
     mesh_ids: tuple[int, ...]
     specs: tuple[Spec, ...]
     rows: tuple[tuple[int, int], ...] = ()
+    memory_kind: MemoryKind = "device"
 
     @property
     def is_key(self) -> bool:
@@ -73,6 +80,7 @@ class PlacedValue:
             mesh_ids=self.mesh_ids,
             partition_specs=tuple(spec.partition_spec() for spec in self.specs),
             rows=self.rows,
+            memory_kind=self.memory_kind,
         )
 
 
@@ -215,6 +223,7 @@ class StagePlan:
         between_s: for each loop except the last, seconds per step after the loop.
         combined: kinds of collectives that sum and start together where possible.
         gap: upper bound on (cost of the shardings) / (least cost) - 1.
+        host_bytes: of arrays in host memory at the peak, per device, which `peak_bytes` excludes.
     """
 
     layers: tuple[int, ...]
@@ -237,6 +246,7 @@ class StagePlan:
     between_s: tuple[float, ...] = ()
     combined: tuple[CollectiveKind, ...] = ()
     gap: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def n_devices(self) -> int:
@@ -302,6 +312,22 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UserSharding:
+    """A line of the step that gives shardings (`AutoShardingOption.shardings`).
+
+    wanted: the PartitionSpec, or the first of several.
+    n, n_kept: operations of the line, and how many the plan shards so.
+    is_pinned: whether the plan had to.
+    """
+
+    line: str
+    wanted: str
+    n: int
+    n_kept: int
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchNotMade:
     """Why the planner searched no stages: all steps of the training run could save little, compared with the search.
 
@@ -354,6 +380,7 @@ class PlanRecord:
         transfers: communication between meshes.
         row_blocks: for each stack that a cut scan over layers reads, the number of rows of each block.
         certificate: the proof of the search; `None` without a search.
+        user_shardings: shardings that the step itself gives.
         search_not_made: why an automatic choice of stages made no search; else `None`.
         per_micro_batch: texts of the values that each micro-batch computes from its examples instead of the full batch,
             such as batch statistics.
@@ -382,6 +409,7 @@ class PlanRecord:
     row_blocks: tuple[tuple[int, ...], ...] = ()
     certificate: Certificate | None = None
     search_not_made: SearchNotMade | None = field(default=None, compare=False)
+    user_shardings: tuple[UserSharding, ...] = ()
     per_micro_batch: tuple[str, ...] = ()
     keeps_activations: bool = False
     casts_once: bool = False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from minialpa.options import DATA_PARALLEL_METHODS
-from minialpa.plan.record import Certificate, PlannedOperator, PlanRecord, SearchNotMade
+from minialpa.plan.record import Certificate, PlannedOperator, PlanRecord, SearchNotMade, UserSharding
 from minialpa.tracing.ragged_products import RaggedProduct
 
 
@@ -32,6 +33,25 @@ def no_search_text(found: SearchNotMade) -> str:
         f"{seconds_text(found.saved_s)} per step, {seconds_text(found.saved_s * found.n_steps)} in "
         f"{found.n_steps:,.0f} steps. Ask for more steps with `AutoStageOption(planned_steps=...)`"
     )
+
+
+def _changed_text(one: UserSharding) -> str:
+    line = Path(one.line.partition(" (")[0]).name
+    return f"{line} {one.wanted}" + (f" ({one.n_kept} of {one.n} kept)" if one.n_kept else "")
+
+
+def user_shardings_text(found: Sequence[UserSharding], *, most: int) -> str:
+    """The number of lines whose shardings the plan has, and the other lines."""
+    changed = [one for one in found if one.n_kept < one.n]
+    n_pinned = sum(one.is_pinned for one in found)
+    n_kept = len(found) - len(changed) - n_pinned
+    more = f" and {len(changed) - most} more" if len(changed) > most else ""
+    parts = [
+        *([f"{n_pinned} pinned"] if n_pinned else []),
+        *([f"{n_kept} kept"] if n_kept else []),
+        *([f"{len(changed)} changed: {', '.join(map(_changed_text, changed[:most]))}{more}"] if changed else []),
+    ]
+    return f"Shardings in the step: {', '.join(parts)}"
 
 
 def header(plan: PlanRecord) -> str:

@@ -6,7 +6,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
+
+import jax.numpy as jnp
+from jax.dtypes import float0
 
 from minialpa.errors import VerifyError
 from minialpa.options import AutoShardingOption
@@ -210,8 +214,15 @@ def _check_operator(op: PlannedOperator, stage: StagePlan, n_layers: int, where:
         _check_spec(spec, stage, f"{where}.operands[{i}]")
 
 
+def _is_dtype(name: str) -> bool:
+    with suppress(TypeError):
+        return bool(jnp.dtype(name).name == name)
+    return name == str(float0)
+
+
 def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str) -> None:
     meshes, specs = value.mesh_ids, value.specs
+    require(value.dtype.startswith("key<") or _is_dtype(value.dtype), f"{where}.dtype", value.dtype, "a dtype of jax")
     rows = value.rows or ((0, 0),) * len(meshes)  # (0, 0) stands for all rows
     require(len(rows) == len(meshes), f"{where}.rows", rows, f"rows for each mesh of {meshes}, or none")
     places = set(zip(meshes, rows, strict=True))

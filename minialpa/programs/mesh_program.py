@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from minialpa.programs.program import Accumulate, ConstantSlot, Free, InputSlot, MeshShape, Program, Run
 from minialpa.programs.resharding import Move, Resharding
@@ -29,12 +29,14 @@ class ArrayType:
         dtype: name of the dtype; of typed random keys, the dtype of their integers.
         key: implementation of typed random keys, a key of `KEY_SHAPES`; `None` for other arrays.
         weak_type: as in jax.
+        in_host: whether it is in host memory.
     """
 
     shape: tuple[int, ...]
     dtype: str
     key: str | None = None
     weak_type: bool = False
+    in_host: bool = False
 
     @property
     def data_shape(self) -> tuple[int, ...]:
@@ -52,6 +54,18 @@ class ArrayType:
     def data(self, array: Any) -> Any:
         """The inverse of `typed`."""
         return array if self.key is None else jax.random.key_data(array)
+
+    def shards(self, data: Sequence[Any], devices: Sequence[jax.Device]) -> list[jax.Array]:
+        """The shards of an array on devices, in its memory."""
+        kind = "pinned_host" if self.in_host else None
+        placed: list[jax.Array] = jax.device_put(
+            list(data), [SingleDeviceSharding(device, memory_kind=kind) for device in devices]
+        )
+        return placed
+
+    def joined(self, shards: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+        typed: jax.Array = self.typed(jax.make_array_from_single_device_arrays(self.data_shape, sharding, list(shards)))
+        return typed
 
 
 #: Shape of the integers of one typed key, by implementation.

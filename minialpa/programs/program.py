@@ -41,7 +41,7 @@ class Function:
     Attributes:
         name: for messages and timelines.
         fun: takes all inputs and returns a sequence of outputs.
-        in_avals, out_avals: global shape and dtype, as stored (`Spec.stored_shape`).
+        in_avals, out_avals: global shape, dtype and memory, as stored (`Spec.stored_shape`).
         donated: positions of the inputs whose buffers the outputs may reuse.
         compiler_options: (name, value) of XLA options.
     """
@@ -102,6 +102,7 @@ class InputSlot:
     Attributes:
         leaf: number of the leaf in the program; each block of `Program.blocks` counts as a leaf.
         rows: (start, stop, dimension) of a micro-batch; `None` for the whole leaf.
+        in_host: whether it is in host memory.
     """
 
     buffer: int
@@ -109,6 +110,7 @@ class InputSlot:
     rows: tuple[int, int, int] | None
     mesh: int
     spec: PartitionSpec
+    in_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

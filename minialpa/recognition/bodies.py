@@ -25,11 +25,11 @@ from minialpa.ir.equations import (
     Atom,
     aval_of,
     fresh_var,
-    is_weak,
     live_equations,
     operand_vars,
     scan_counts,
     sub_jaxprs,
+    type_of,
     with_each_body,
 )
 from minialpa.recognition.emission import Operands
@@ -44,7 +44,7 @@ Changed = dict[int, list[JaxprEqn]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """Equations in which attentions become operations if `should_rewrite` accepts their operands."""
+    """`should_rewrite` accepts the operands of an attention that becomes an operation."""
 
     eqns: Sequence[JaxprEqn]
     outvars: Sequence[Atom]
@@ -52,7 +52,7 @@ class _Program:
     should_rewrite: ShouldRewrite
 
     def rewritten(self, section: Sequence[int] = ()) -> list[NewEquation] | None:
-        """The equations with the attentions outside bodies as operations; None without attentions."""
+        """Without bodies; None without attentions."""
         return rewrite(
             self.eqns, self.outvars, self.written, lambda operands, _: self.should_rewrite(operands), section=section
         )
@@ -61,7 +61,7 @@ class _Program:
 def with_recognised_bodies(
     flat: Block, outvars: Sequence[Atom], should_rewrite: ShouldRewrite
 ) -> list[NewEquation] | None:
-    """The equations of a program with the attentions in bodies as operations; None without attentions."""
+    """None without attentions."""
     written = Written(consts=dict(zip(flat.constvars, flat.consts, strict=True)))
     return _rewritten_in_bodies(
         _Program(eqns=flat.eqns, outvars=outvars, written=written, should_rewrite=should_rewrite)
@@ -69,7 +69,6 @@ def with_recognised_bodies(
 
 
 def _rewritten_in_bodies(program: _Program) -> list[NewEquation] | None:
-    """The equations with the attentions inside their bodies as operations; None without attentions."""
     eqns = program.eqns
     if not any(sub_jaxprs(eqn) for eqn in eqns):
         return None
@@ -87,7 +86,7 @@ def _rewritten_in_bodies(program: _Program) -> list[NewEquation] | None:
     if not changed:
         return None
 
-    # An array that a scan stacked for its derivative may have lost its readers.
+    # A scan may have stacked an array that lost its readers.
     new = [NewEquation(eqn=one, place=i) for i, eqn in enumerate(eqns) for one in changed.get(i, [eqn])]
     is_live = live_equations([one.eqn for one in new], program.outvars)
     return [one for one, live in zip(new, is_live, strict=True) if live]
@@ -111,7 +110,6 @@ def _partners(eqns: Sequence[JaxprEqn]) -> dict[int, int]:
 
 
 def _changed_alone(program: _Program, i: int) -> Changed:
-    """The bodies of equation i with attentions as operations; empty without attentions."""
     eqn = program.eqns[i]
     if eqn.primitive.name == "scan":
         scan = _scan_alone(program, eqn)
@@ -129,7 +127,6 @@ def _changed_pair(program: _Program, i: int, k: int) -> Changed:
 
 
 def _with_equations(closed: ClosedJaxpr, should_rewrite: ShouldRewrite) -> ClosedJaxpr:
-    """The program with attentions as operations; the same program without any."""
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     written = Written(consts=consts)
@@ -142,17 +139,14 @@ def _with_equations(closed: ClosedJaxpr, should_rewrite: ShouldRewrite) -> Close
     def compute(*arrays: Any) -> list[Any]:
         return run(new, flat.outvars, {**consts, **dict(zip(flat.invars, arrays, strict=True))})
 
-    structs = [
-        jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype, weak_type=is_weak(aval_of(var)))
-        for var in flat.invars
-    ]
+    structs = [type_of(aval_of(var)) for var in flat.invars]
     made = jax.make_jaxpr(compute)(*structs)
     same = [a.shape == b.shape and a.dtype == b.dtype for a, b in zip(made.out_avals, closed.out_avals, strict=True)]
     return made if all(same) and not made.consts else closed
 
 
 def _rewritten_everywhere(program: _Program) -> list[JaxprEqn] | None:
-    """The equations, also inside bodies, with attentions as operations; None without any."""
+    """Also inside bodies; None without attentions."""
     own = program.rewritten()
     chosen = list(program.eqns) if own is None else [one.eqn for one in own]
     inner = _rewritten_in_bodies(replace(program, eqns=chosen))
@@ -171,7 +165,7 @@ def _scan_alone(program: _Program, eqn: JaxprEqn) -> list[JaxprEqn] | None:
 
 
 def _program_of_bodies(program: _Program, eqns: Sequence[JaxprEqn], results: Sequence[Atom], *bodies: Body) -> _Program:
-    """Equations of bodies as a program that knows their captured arrays."""
+    """It knows the captured arrays of the bodies."""
     consts = dict(program.written.consts)
     for body in bodies:
         consts |= body.consts
@@ -196,7 +190,7 @@ def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
     first = replace(first, eqns=tuple(one.eqn for one in new if one.place < n))
     second = replace(second, eqns=tuple(one.eqn for one in new if one.place >= n))
 
-    # The second body reads a value as a row of an array: an input of the first scan, or a stack that it makes.
+    # The second body reads rows of arrays: inputs of the first scan, or stacks that it makes.
     array_of_row = dict(first.rows)
     read = second.read
     shared = [var for var in first.variables if var in read]
@@ -208,7 +202,7 @@ def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
 
 
 def _stacks_read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tuple[Atom, Var], ...]:
-    """The stacks of the first scan that have a reader other than the rows of scan k."""
+    """Stacks of the first scan with a reader other than the rows of scan k."""
     n_consts, n_carry = scan_counts(program.eqns[k])
     read = {var for j, eqn in enumerate(program.eqns) if j != k for var in operand_vars(eqn)}
     read.update(variables_in([*program.outvars, *program.eqns[k].invars[: n_consts + n_carry]]))
@@ -216,7 +210,7 @@ def _stacks_read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tupl
 
 
 def _stacked_array(var: Var, body: Body) -> Var:
-    """The variable of the stack of a value, which may exist already."""
+    """It may exist already."""
     known = next((array for atom, array in body.stacked if atom is var), None)
     if known is not None:
         return known

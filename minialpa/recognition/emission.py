@@ -34,9 +34,9 @@ Group = tuple[Label, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableRequest:
-    """A variable that the program reads from an attention: its result, or a gradient.
+    """A result or gradient that the program reads from an attention.
 
-    place: the number of the equation that computed the variable before.
+    place: the equation that computed it before.
     """
 
     var: Var
@@ -49,11 +49,8 @@ class Operands:
     """The arrays that an attention reads, with their indices.
 
     Attributes:
-        value: V, the array of values.
-        cotangent: the cotangent of the result; None in the forward pass.
-        window: the window of positions.
-        parts: the other masks.
-        sizes: the length of each index.
+        cotangent: of the result; None in the forward pass.
+        parts: the masks outside of `window`.
         has_float16_bar: whether the gradient computes p_bar in float16.
     """
 
@@ -83,7 +80,7 @@ class Operands:
 
     @property
     def position(self) -> Label:
-        """The index of query positions: the window's, else the longest that the keys lack."""
+        """Query positions: of the window, else the longest that the keys lack."""
         if self.window is not None:
             return self.window.query
         axes = [label for label in self.softmax.query.axes if label in self.softmax.query_positions]
@@ -91,7 +88,7 @@ class Operands:
 
     @property
     def groups(self) -> dict[str, Group]:
-        """The indices of each letter of the layouts."""
+        """By letter of the layouts."""
         softmax = self.softmax
         order = [label for leaf in (softmax.query, softmax.key, self.value) for label in leaf.axes]
         order += sorted(softmax.batch, key=str)
@@ -111,7 +108,7 @@ class Operands:
 
 
 def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands:
-    """The operands of a role's attention. Raises NoFormula if the primitives do not support them."""
+    """Raises NoFormula if the primitives do not support the attention."""
     softmax, value, cotangent = role.softmax, role.value, role.cotangent
     if value is None:
         raise NoFormula
@@ -136,7 +133,7 @@ def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands
 
 
 def with_cotangent(operands: Operands, role: Role) -> Operands | None:
-    """The operands with the cotangent of a role, if the primitives support it."""
+    """None if the primitives do not support it."""
     cotangent = role.cotangent
     if cotangent is None or not cotangent.labels <= operands.softmax.labels | {VALUE_FEATURE}:
         return None
@@ -160,7 +157,7 @@ def _common_dtype(dtypes: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """The equations of a call of a primitive, the atom for each request, and the primitive's results (`raw`)."""
+    """A call of a primitive, the atom for each request, and the primitive's results (`raw`)."""
 
     eqns: list[JaxprEqn]
     results: list[Atom]
@@ -168,7 +165,6 @@ class Emitted:
 
 
 def emit_attention(operands: Operands, requests: Sequence[VariableRequest], dtype: Any) -> Emitted:
-    """The equations of `attention_p` and of the requested results."""
     writer = _LayoutWriter(operands, dtype)
     variables = operands.variables
 
@@ -191,10 +187,7 @@ def emit_attention(operands: Operands, requests: Sequence[VariableRequest], dtyp
 def emit_gradient(
     operands: Operands, forward: Sequence[Atom], requests: Sequence[VariableRequest], dtype: Any
 ) -> Emitted:
-    """The equations of `attention_gradient_p` and of the requested gradients.
-
-    forward: the raw results of `attention_p`.
-    """
+    """`attention_gradient_p`, and the requested gradients. forward: the raw results of `attention_p`."""
     writer = _LayoutWriter(operands, dtype)
     variables, cotangent = operands.variables, operands.cotangent
     assert cotangent is not None, operands
@@ -237,12 +230,12 @@ def emit_gradient(
 
 
 def _feature_indices(axes: Axes, writer: _LayoutWriter) -> Group:
-    """The indices that the scores lack."""
+    """Indices that the scores lack."""
     return tuple(label for label in axes if label is not None and label not in writer.operands.softmax.labels)
 
 
 class _LayoutWriter:
-    """Brings operands to the layouts of the primitives, and results back. `read` has the array of each variable."""
+    """Brings operands to the layouts of the primitives, and results back. read: the array of each variable."""
 
     def __init__(self, operands: Operands, dtype: Any) -> None:
         self.operands, self.dtype = operands, dtype
@@ -267,7 +260,6 @@ class _LayoutWriter:
         )
 
     def main(self, read: Mapping[Var, Any]) -> list[Any]:
-        """Query, key and value."""
         query, key, value = self.operands.softmax.query, self.operands.softmax.key, self.operands.value
         arrays = (
             self.operand(read[query.var], query.axes, "btgr", (SCORE_FEATURE,)),
@@ -277,7 +269,6 @@ class _LayoutWriter:
         return [lax.convert_element_type(array, self.dtype) for array in arrays]
 
     def others(self, read: Mapping[Var, Any]) -> list[Any]:
-        """Positions, biases and masks."""
         out = []
         if self.kind.has_window:
             sizes = [self.operands.sizes[self.groups[letter][0]] for letter in "ts"]
@@ -292,7 +283,7 @@ class _LayoutWriter:
         return out
 
     def operand(self, x: Any, axes: Axes, letters: str, features: Group | None) -> Any:
-        """An array with one dimension for each letter, and one for features.
+        """One dimension for each letter, and one for features.
 
         features: None for biases and masks, which have length 1 for letters on whose indices they do not depend.
         """
@@ -315,13 +306,13 @@ class _LayoutWriter:
         return self._in_layout(x, labels, {}, request)
 
     def _in_layout(self, x: Any, labels: Sequence[Label], others: Mapping[Label, int], request: VariableRequest) -> Any:
-        """An array with indices `labels` in the layout of the requested variable. others: lengths of features."""
+        """From indices `labels` to the layout of the requested variable. others: lengths of features."""
         axes = request.role.axes
         sizes = {**self.operands.sizes, **others}
         x = _reshaped(x, [sizes[label] for label in labels])
         own = [label for label in axes if label is not None]
 
-        # An operand without an index is broadcast along it, so its gradient is a sum.
+        # An operand is broadcast along an index that it lacks, so its gradient is a sum.
         summed = [i for i, label in enumerate(labels) if label not in own]
         if summed:
             x = jnp.sum(x, tuple(summed))
@@ -339,7 +330,7 @@ def _named_sizes(axes: Axes, shape: Sequence[int]) -> dict[Label, int]:
 
 
 def _broadcast(x: Any, own: Sequence[Label], requested: Mapping[Label, int]) -> Any:
-    """An array with indices `own`, with the indices and lengths `requested`, in their order."""
+    """From indices `own` to the indices and lengths `requested`, in their order."""
     order = list(requested)
     present = [label for label in order if label in own]
     x = _transposed(x, [own.index(label) for label in present])

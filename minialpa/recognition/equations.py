@@ -31,9 +31,7 @@ from minialpa.recognition.terms import (
 class Known:
     """The forms of operands.
 
-    Attributes:
-        indices: the names of indices.
-        forms: the forms of variables that do not depend on an exponential of scores.
+    forms: of variables that do not depend on an exponential of scores.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class Known:
         self._rules, self._factors = rules, factors
 
     def __getitem__(self, atom: Atom) -> Form:
-        """The form of an atom; a leaf if no rule applies."""
+        """A leaf if no rule applies."""
         if is_literal(atom):
             return _form_of_literal(atom)
         if atom in self._followed:
@@ -64,11 +62,10 @@ class Known:
         return self.forms[atom]
 
     def factor(self, atom: Atom) -> Form:
-        """The form of an operand of a product of matrices, in which another such product is a leaf."""
+        """Of an operand of a product of matrices, in which another such product is a leaf."""
         return self[atom] if self._factors is None else self._factors[atom]
 
     def _form_outside(self, var: Var) -> Form:
-        """A leaf in some layout, or a product of two."""
         eqn = self._producers.get(var)
         rule = None if eqn is None else self._rules.get(eqn.primitive.name)
         if eqn is not None and rule is not None and self._followed.keys().isdisjoint(operand_vars(eqn)):
@@ -84,7 +81,6 @@ Rule = Callable[[Known, JaxprEqn], Form]
 
 
 def form_by(rule: Rule, known: Known, eqn: JaxprEqn) -> Form | None:
-    """The form of an equation's only result, if the rule applies."""
     try:
         return rule(known, eqn)
     except NoFormula:
@@ -139,7 +135,7 @@ def _broadcast_in_dim(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _reshape(known: Known, eqn: JaxprEqn) -> Form:
-    """A reshape that only adds or drops dimensions of length 1."""
+    """Only dimensions of length 1 come or go."""
     form = known[eqn.invars[0]]
     if eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None:
         raise NoFormula
@@ -152,7 +148,7 @@ def _reshape(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _part_of_number(known: Known, eqn: JaxprEqn) -> Form:
-    """A slice of an array with one value everywhere, such as a default head mask of ones."""
+    """The array has one value everywhere, as a default head mask of ones."""
     form = known[eqn.invars[0]]
     if not isinstance(form.term, Number):
         raise NoFormula
@@ -242,7 +238,7 @@ def _number_rule(fun: Callable[..., object]) -> Rule:
 
 
 def _reduction(known: Known, eqn: JaxprEqn) -> Form:
-    """A sum or a maximum along dimensions; the identity if these have length 1."""
+    """A sum or a maximum; the identity along dimensions of length 1."""
     form = _with_fixed_names(known, known[eqn.invars[0]])
     dims, shape = eqn.params["axes"], shape_of(eqn.invars[0])
     if any(form.axes[i] is None and shape[i] != 1 for i in dims) or isinstance(form.term, Number):
@@ -277,7 +273,7 @@ def dot_general(known: Known, eqn: JaxprEqn) -> Form:
 
 def _product_operands(known: Known, eqn: JaxprEqn) -> tuple[Form, Form]:
     left, right = (known.factor(atom) for atom in eqn.invars)
-    # If an operand is a number everywhere, such as a mask of ones, the other one may be a product.
+    # If one operand is a number everywhere, such as a mask of ones, the other one may be a product.
     if isinstance(left.term, Number):
         right = known[eqn.invars[1]]
     elif isinstance(right.term, Number):

@@ -15,7 +15,7 @@ from minialpa.recognition.equations import LAYOUTS, OUTSIDE, RULES, Known, dot_g
 from minialpa.recognition.indices import Indices, Numbers
 from minialpa.recognition.terms import RESULTS, Form, Scores, SoftmaxArray, find_role, kind_of
 
-#: Maximal number of equations from a product of scores to its `exp`.
+#: Most equations from a product of scores to its `exp`.
 _DEPTH = 12
 
 #: Primitives between the product of queries and keys and the `exp`.
@@ -23,7 +23,7 @@ _TO_SCORES = frozenset(RULES) - {"exp", "integer_pow", "reduce_sum"}
 
 
 def find_forms(eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn]) -> dict[Var, Form]:
-    """The forms of the variables that depend on an exponential of scores.
+    """Of the variables that depend on an exponential of scores.
 
     producers: the equation of each variable, also from outside a scan.
     """
@@ -35,8 +35,8 @@ def find_forms(eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn]) -> d
 
 
 def _equations_to_exponentials(eqns: Sequence[JaxprEqn]) -> set[JaxprEqn]:
-    """The equations from a product of matrices to an `exp`; empty without one."""
-    # How many equations may precede each variable.
+    """From each product of matrices to its `exp`."""
+    # Equations that may precede each variable.
     left: dict[Var, int] = {}
     found: set[JaxprEqn] = set()
     has_product = False
@@ -66,7 +66,7 @@ class _Follower:
         self._known = Known(producers, indices, numbers, self.followed, rules=rules, factors=factors)
 
     def follow(self, eqn: JaxprEqn, *, is_to_exponential: bool) -> None:
-        """Record the form of an equation's result, if the equation belongs to an attention and has a rule."""
+        """Record the form of a result, if the equation belongs to an attention and has a rule."""
         name = eqn.primitive.name
         rule = RULES.get(name)
         is_after = any(var in self.followed for var in operand_vars(eqn))

@@ -1,7 +1,6 @@
 """Names of indices, and numbers of arrays.
 
-`Indices` gives forms that meet in an equation one name for each common dimension, so the order of dimensions has no
-effect.
+Forms that meet in an equation get one name for each common dimension, so the order of dimensions has no effect.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from minialpa.recognition.terms import Axes, Form, Label, NoFormula, Scores, Sof
 class Indices:
     def __init__(self) -> None:
         self._names = itertools.count()
-        #: Names of indices of scores, with one meaning in all forms.
+        #: Of indices of scores, with one meaning in all forms.
         self.fixed: set[Label] = set()
         self._fixed_names: dict[Label, Label] = {}
 
     def new_axes(self, shape: Sequence[int]) -> Axes:
-        """A new name for each dimension longer than 1."""
+        """None for a dimension of length 1."""
         return tuple(None if size == 1 else next(self._names) for size in shape)
 
     def apart(self, form: Form, taken: Iterable[Label]) -> Form:
-        """The form with new names for its indices in `taken`, unless these are fixed."""
+        """With new names for its indices in `taken`, unless these are fixed."""
         taken = set(taken)
         own = form.term.labels | set(form.axes) - {None}
         return with_names(form, {label: next(self._names) for label in own if label in taken - self.fixed})
 
     def with_fixed_names(self, form: Form) -> Form:
-        """The form of scores with fixed names for its indices. No leaf has these names."""
+        """No leaf has these names."""
         names = {label: self._fixed_names.setdefault(label, next(self._names)) for label in self._free_names(form)}
         self.fixed.update(names.values())
         return with_names(form, names)
@@ -46,7 +45,7 @@ class Indices:
     # ---- elementwise -----------------------------------------------------------------------------------------------
 
     def aligned(self, forms: Sequence[Form]) -> tuple[Axes, list[Form]]:
-        """Forms of arrays of one shape with one name for each dimension. Numbers have no dimensions."""
+        """One name for each dimension of arrays of one shape. Numbers have no dimensions."""
         axes = self._names_to_keep(forms)
         out = []
         for form in forms:
@@ -64,7 +63,7 @@ class Indices:
         return axes, out
 
     def _names_to_keep(self, forms: Sequence[Form]) -> Axes:
-        """For each dimension, the name that the result takes from an operand; None if any name is possible."""
+        """The name of each dimension that the result takes from an operand; None if any name is possible."""
         axes: list[Label | None] = [None] * max(len(form.axes) for form in forms)
         for form in forms:
             for i, label in enumerate(form.axes):
@@ -74,7 +73,7 @@ class Indices:
                     raise NoFormula
                 axes[i] = label
 
-        # Scores keep their names, so a saved product has the same names in the backward pass.
+        # Scores keep their names, so a saved product has them in the backward pass.
         for form in forms:
             for i, label in enumerate(form.axes if isinstance(form.term, Scores | SoftmaxArray) else ()):
                 if axes[i] is None and label not in axes:
@@ -84,7 +83,7 @@ class Indices:
     # ---- products of matrices --------------------------------------------------------------------------------------
 
     def joined(self, left: Form, right: Form, pairs: Iterable[tuple[int, int]]) -> tuple[Form, Form]:
-        """The operands of a product, with common names for the dimensions of a pair and different names elsewhere."""
+        """Dimensions of a pair get one name, all others different names."""
         right = self.apart(right, left.term.labels | set(left.axes) - {None})
         for i, j in pairs:
             a, b = left.axes[i], right.axes[j]
@@ -105,7 +104,7 @@ def with_names(form: Form, names: Mapping[Label, Label]) -> Form:
 
 
 def check_apart(axes: Axes) -> set[Label]:
-    """The names of dimensions. Raises NoFormula if two are equal."""
+    """Raises NoFormula if two names are equal."""
     named = [label for label in axes if label is not None]
     if len(set(named)) != len(named):
         raise NoFormula
@@ -120,14 +119,14 @@ def _changed_names(old: Axes, new: Axes) -> dict[Label, Label]:
 # ---- numbers of arrays -----------------------------------------------------------------------------------------------
 
 
-#: Arrays are compared by this many equations before them.
+#: The equations before arrays by which these are compared.
 _DEPTH = 12
 #: Dtypes of attentions, narrow ones first.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class Numbers:
-    """Numbers of arrays, equal for equal computations.
+    """Equal for equal computations.
 
     Unlike in `tracing/values.py`, a barrier or a wider dtype of floats keeps the number: an attention reads its scores
     before and after these.
@@ -150,7 +149,7 @@ class Numbers:
         return self._of_key.setdefault(key, len(self._of_key))
 
     def _key(self, var: Var, depth: int) -> Any:
-        """The number of an equal operand, or a key of the equation or variable."""
+        """The number of an equal operand, or a key."""
         eqn = self._producers.get(var)
         if eqn is None or eqn.effects:
             return ("variable", var)
@@ -169,7 +168,7 @@ class Numbers:
 
 
 def keeps_elements(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the identity on its elements, or widens the dtype of floats."""
+    """The identity on elements, or a wider dtype of floats."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         old, new = (aval_of(atom).dtype for atom in (eqn.invars[0], eqn.outvars[0]))

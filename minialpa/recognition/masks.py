@@ -44,7 +44,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class MaskCondition:
-    """True where the boolean array `var` equals `positive`. axes: the index of each of its dimensions."""
+    """True where `var` equals `positive`. axes: the index of each of its dimensions."""
 
     var: Var
     axes: Axes
@@ -60,11 +60,8 @@ _Boolean = tuple[Atom, Axes, bool]
 class MaskReader:
     """Reads the equations of masks.
 
-    Attributes:
-        producers: the equation of each variable.
-        consts: the values of captured arrays.
-        key: the index of key positions.
-        queries: the indices of query positions.
+    consts: the values of captured arrays.
+    key, queries: indices of positions.
     """
 
     producers: Mapping[Var, JaxprEqn]
@@ -73,7 +70,7 @@ class MaskReader:
     queries: frozenset[Label]
 
     def read(self, masks: Sequence[Mask]) -> tuple[Window | None, tuple[MaskCondition, ...]]:
-        """The common window of all masks, if any, and the other conditions."""
+        """The window of all masks, if any, and the other conditions."""
         window: Window | None = None
         parts: list[MaskCondition] = []
         for mask in masks:
@@ -91,7 +88,7 @@ class MaskReader:
         return window, tuple(dict.fromkeys(parts))
 
     def _conditions(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
-        """The conditions that together hold where a boolean array equals `positive`; None if it never does."""
+        """They hold together where a boolean array equals `positive`; None if it never does."""
         if is_literal(atom):
             return [] if bool(atom.val) == positive else None
         whole: list[Condition] = [MaskCondition(atom, axes, positive)]
@@ -105,7 +102,6 @@ class MaskReader:
         return whole if found is None else found
 
     def _conditions_of_all(self, parts: Sequence[_Boolean]) -> list[Condition] | None:
-        """`_conditions` of several booleans together."""
         found: list[Condition] = []
         for part in parts:
             conditions = self._conditions(*part)
@@ -114,7 +110,7 @@ class MaskReader:
             found += conditions
         return found
 
-    # ---- handlers of primitives: None if the result of the equation is one condition by itself ---------------------
+    # ---- handlers of primitives: None if the result is one condition by itself ---------------------------------------
 
     def _of_layout(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
         inner = _operand_axes(eqn, axes)
@@ -154,7 +150,7 @@ class MaskReader:
         return self._of_number(eqn.invars[0], axes, positive == (eqn.primitive.name == "ne")) or None
 
     def _of_number(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
-        """The conditions of the booleans that were converted to these numbers."""
+        """Booleans may be converted to numbers."""
         eqn = None if is_literal(atom) else self.producers.get(atom)
         if eqn is None:
             return None
@@ -168,7 +164,6 @@ class MaskReader:
         return [MaskCondition(operand, inner, positive)] if found is None else found
 
     def _number_everywhere(self, atom: Atom) -> float | None:
-        """The value of an array with one value everywhere; None if unknown."""
         while not is_literal(atom):
             eqn = self.producers.get(atom)
             if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
@@ -179,7 +174,6 @@ class MaskReader:
     # ---- windows ---------------------------------------------------------------------------------------------------
 
     def _window_of_comparison(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> Window | None:
-        """The window in which a comparison of positions is `positive`, if there is one."""
         # For integers, a > b is a - b - 1 >= 0.
         sign, offset = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}[eqn.primitive.name]
         a, b = map(AffineProgram(self.producers, self.consts).affine, eqn.invars)
@@ -195,7 +189,7 @@ class MaskReader:
         return self._where_not_negative(difference, axes)
 
     def _where_not_negative(self, x: Affine, axes: Axes) -> Window | None:
-        """The window of x >= 0, if x is i - j + c or j - i + c for positions i of a query and j of a key."""
+        """Of x >= 0, if x is i - j + c or j - i + c for positions i of a query and j of a key."""
         factors = Counter[Label | None]()
         for label, stride, size in zip(axes, x.strides, x.shape, strict=True):
             factors[label] += stride if size > 1 else 0
@@ -211,7 +205,7 @@ class MaskReader:
         return None
 
     def _window_of_array(self, value: np.ndarray, axes: Axes) -> Window | None:
-        """The window of a constant mask that is a band along the diagonal; None for other masks."""
+        """A constant mask may be a band along the diagonal."""
         labels = [label for label in axes if label is not None]
         if value.dtype != np.bool_ or len(labels) != 2 or self.key not in labels or not value.any():
             return None
@@ -219,7 +213,7 @@ class MaskReader:
         if query not in self.queries:
             return None
 
-        # seen[i, j]: the query at i sees the key at j.
+        # seen[query, key].
         value = value.reshape([size for size, label in zip(value.shape, axes, strict=True) if label is not None])
         seen = value.T if labels[0] == self.key else value
         offsets = np.arange(seen.shape[1]) - np.arange(seen.shape[0])[:, None]
@@ -258,7 +252,7 @@ def _is_boolean(atom: Atom) -> bool:
 
 
 def _operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
-    """The operand's indices, if the equation only changes its layout."""
+    """None if the equation changes more than the layout."""
     name = eqn.primitive.name
     if name in ("copy", "stop_gradient"):
         return axes
@@ -280,6 +274,5 @@ def _operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
 
 
 def _operand_indices(atom: Atom, axes: Axes) -> Axes:
-    """The indices of an operand that is broadcast to `axes`."""
     shape = shape_of(atom)
     return tuple(None if size == 1 else label for size, label in zip(shape, axes, strict=True)) if shape else ()

@@ -53,13 +53,13 @@ _PRECISIONS = (
 
 _MOST_IN_FLOAT16 = float(jnp.finfo(jnp.float16).max)
 
-#: The term of the result. `over`: the indices of the sum or maximum.
+#: over: the indices of the sum or maximum.
 Build = Callable[[JaxprEqn, Sequence[Any], frozenset[Label]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """A rule. `build` returns the term of the result, or raises NoFormula if the rule does not apply."""
+    """`build` returns the term of the result, or raises NoFormula if the rule does not apply."""
 
     primitive: str
     operands: tuple[Kind, ...]
@@ -68,7 +68,7 @@ class Rewrite:
 
 
 def rewritten(eqn: JaxprEqn, terms: Sequence[Term], over: frozenset[Label] = frozenset()) -> Term:
-    """The term of an equation's result. Raises NoFormula if no rule applies."""
+    """Raises NoFormula if no rule applies."""
     rule = _RULES.get((eqn.primitive.name, tuple(kind_of(term) for term in terms)))
     if rule is None:
         raise NoFormula
@@ -80,7 +80,7 @@ def rewritten(eqn: JaxprEqn, terms: Sequence[Term], over: frozenset[Label] = fro
 
 
 def _product(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
-    """Scores without scale, biases and masks: a product of queries and keys."""
+    """Scores without scale, biases and masks."""
     left, right = terms
     if len(over) != 1 or not _has_usual_precision(eqn):
         raise NoFormula
@@ -112,7 +112,7 @@ def _scaled_scores(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) 
 
 
 def _factor(eqn: JaxprEqn, c: float) -> float:
-    """The factor of a product with c or a division by c. Raises NoFormula if c or 1 / c is 0 or infinite."""
+    """Raises NoFormula if c or 1 / c is 0 or infinite."""
     info = jnp.finfo(aval_of(eqn.outvars[0]).dtype)
     if not float(info.tiny) <= abs(c) <= 1 / float(info.tiny):
         raise NoFormula
@@ -121,7 +121,7 @@ def _factor(eqn: JaxprEqn, c: float) -> float:
 
 def _biased_scores(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     scores, bias = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
-    # In 16 bits, a large number loses the number that is added to it.
+    # In 16 bits, a large number loses an added number.
     if aval_of(eqn.outvars[0]).dtype.itemsize < 4 or scores.masks:
         raise NoFormula
     return replace(scores, biases=(*scores.biases, (bias, -1.0 if eqn.primitive.name == "sub" else 1.0)))
@@ -135,9 +135,7 @@ def _masked_scores(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) 
 
 
 def _choice(terms: Sequence[Any]) -> tuple[Mask, Any, float]:
-    """select_n(boolean, if_false, if_true) with a number as one case: the mask of the other case, this case, the
-    number.
-    """
+    """select_n(boolean, if_false, if_true) with a number as one case: the mask of the other case, this case, number."""
     which, if_false, if_true = terms
     if isinstance(if_false, Number):
         return Mask(which, positive=True), if_true, if_false.value
@@ -148,7 +146,7 @@ def _choice(terms: Sequence[Any]) -> tuple[Mask, Any, float]:
 
 
 def _maximum(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
-    """The maximum over keys, which defines the softmax."""
+    """Over keys; it defines the softmax."""
     if len(over) != 1:
         raise NoFormula
     (key,) = over
@@ -164,9 +162,7 @@ def _n_keys(softmax: Softmax) -> int:
 
 
 def _softmax_term(kind: Kind) -> Build:
-    """A builder for whole terms of one softmax, with one array of values and one cotangent, in the dtype of the
-    maximum.
-    """
+    """For whole terms of one softmax, with one array of values and one cotangent, in the dtype of the maximum."""
 
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
         parts = [term for term in terms if isinstance(term, SoftmaxArray)]
@@ -189,7 +185,7 @@ def _softmax_term(kind: Kind) -> Build:
 
 
 def _values_and_cotangent(terms: Sequence[Any], softmax: Softmax) -> tuple[Leaf | None, Leaf | None, bool]:
-    """The values and cotangent in these terms, and whether their product is float16. Raises NoFormula for several."""
+    """Also whether their product is float16. Raises NoFormula for several."""
     pairs: set[tuple[Leaf | None, Leaf | None, bool]] = set()
     for term in terms:
         if isinstance(term, SoftmaxArray) and term.value is not None:
@@ -209,7 +205,7 @@ def _shifted_scores(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label])
 
 
 def _value_and_cotangent(product: Scores, softmax: Softmax) -> tuple[Leaf, Leaf]:
-    """The values and the cotangent of the result, whose product is p_bar."""
+    """Their product is p_bar."""
     is_value = [softmax.key_position in leaf.labels for leaf in (product.left, product.right)]
     if sorted(is_value) != [False, True] or not product.labels <= softmax.labels:
         raise NoFormula
@@ -256,7 +252,7 @@ def _scaled_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> 
 
 
 def _product_with_probabilities(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
-    """A product of probabilities with values, summed over keys, or with the cotangent, summed over queries."""
+    """With values, summed over keys, or with the cotangent, summed over queries."""
     part, leaf = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
     softmax, key = part.softmax, part.softmax.key_position
     features = leaf.labels - softmax.labels
@@ -314,7 +310,7 @@ def _summed_gradient(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]
 
 
 def _other_operand(number: float) -> Build:
-    """The other operand, if one operand is this number."""
+    """If the number is one operand."""
 
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
         other, c = _other_and_number(terms)
@@ -346,7 +342,7 @@ def _first_that_builds(*builds: Build) -> Build:
 
 
 def converted(term: Term, old: Any, new: Any) -> Term:
-    """A term after a conversion between dtypes of floats. Raises NoFormula if the conversion changes it.
+    """After a conversion between dtypes of floats. Raises NoFormula if the conversion changes the term.
 
     A wider dtype keeps the elements. Rounding to bfloat16, with the range of float32, is like a product in bfloat16;
     but a large bias would hide the scores. float16 may round results of a product in float16.
@@ -371,7 +367,7 @@ def converted(term: Term, old: Any, new: Any) -> Term:
 
 
 def _as_float16(term: Scores | SoftmaxArray) -> Scores | SoftmaxArray:
-    """A term rounded to float16. Raises NoFormula unless the primitives round there, too."""
+    """Raises NoFormula unless the primitives round there, too."""
     if isinstance(term, Scores):
         if "product" not in term.float16:
             raise NoFormula
@@ -398,7 +394,7 @@ def _row(primitive: str, operands: tuple[Kind, ...], result: Kind, build: Build 
 
 
 def _rows_of_scores(scores: Kind) -> list[Rewrite]:
-    """The rows for operands of kind `scores`, PRODUCT or SCORE."""
+    """scores: PRODUCT or SCORE."""
     by_number = _first_that_builds(_other_operand(1.0), _scaled_scores) if scores is K.PRODUCT else _other_operand(1.0)
     return [
         _row("mul", (scores, K.NUMBER), K.SCORE, by_number),

@@ -34,9 +34,9 @@ from minialpa.tracing.new_equations import equations_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewEquation:
-    """An equation that is, or replaces, the old equation number `place`.
+    """It is, or replaces, the old equation number `place`.
 
-    `forward`: for the gradient of an attention, the `place` of the attention.
+    forward: for the gradient of an attention, the `place` of the attention.
     """
 
     eqn: JaxprEqn
@@ -46,7 +46,7 @@ class NewEquation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Equations around or before the rewritten equations, by result, and values of captured arrays."""
+    """Equations around or before the rewritten ones, by result, and values of captured arrays."""
 
     producers: Mapping[Var, JaxprEqn] = field(default_factory=dict)
     consts: Mapping[Var, object] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Written:
 
 @dataclass(slots=True)
 class _AttentionRequests:
-    """The variables that the program reads from one attention."""
+    """What the program reads from one attention."""
 
     results: list[VariableRequest] = field(default_factory=list)
     gradients: list[VariableRequest] = field(default_factory=list)
@@ -70,10 +70,10 @@ def rewrite(
     accept: Accept,
     section: Sequence[int] = (),
 ) -> list[NewEquation] | None:
-    """The equations with attentions as operations; None without attentions.
+    """With attentions as operations; None without attentions.
 
     accept: whether an attention with these operands may replace the equations with these numbers.
-    section: the section of each equation; empty for one section.
+    section: of each equation; empty for one section.
     """
     producers = {**written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
     forms = find_forms(eqns, producers)
@@ -84,7 +84,7 @@ def rewrite(
 
 
 def _parts_by_softmax(eqns: Sequence[JaxprEqn], forms: Mapping[Var, Form]) -> dict[Softmax, list[int]]:
-    """The equations of each attention: the product of its scores, and its values after the exponential."""
+    """The product of the scores of each attention, and its values after the exponential."""
     parts: dict[Softmax, set[int]] = defaultdict(set)
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
     for var, form in forms.items():
@@ -110,7 +110,7 @@ class _Rewriter:
         self._parts = _parts_by_softmax(eqns, forms)
 
     def run(self, section: Sequence[int]) -> list[NewEquation] | None:
-        """The new equations in order; None without attentions. Refused attentions stay as written."""
+        """In order; None without attentions. Refused attentions stay as written."""
         as_written: set[Softmax] = set()
         while True:
             attentions, kept = self._choose(as_written)
@@ -153,7 +153,7 @@ class _Rewriter:
         return attentions, kept
 
     def _needed_part(self, eqn: JaxprEqn, requested: Set[Var]) -> JaxprEqn:
-        """A barrier without values that have no reader."""
+        """A barrier loses values without a reader."""
         if eqn.primitive.name != "optimization_barrier" or len(requested) == len(eqn.outvars):
             return eqn
         pairs = [pair for pair in zip(eqn.invars, eqn.outvars, strict=True) if pair[1] in requested]
@@ -175,7 +175,6 @@ class _Rewriter:
         return [leaf.var for leaf in leaves]
 
     def _operands_of(self, request: VariableRequest) -> Operands | None:
-        """The operands of the attention of a request; None if the primitives do not support them."""
         if request.var not in self._operands:
             try:
                 found = operands_of(request.role, self._reader)
@@ -188,7 +187,7 @@ class _Rewriter:
         return MaskReader(self._written.producers, self._written.consts, softmax.key_position, softmax.query_positions)
 
     def _is_accepted(self, softmax: Softmax, attention: _AttentionRequests, kept: Mapping[int, set[Var]]) -> bool:
-        """Whether one call of each primitive computes all requests, and the product of the scores is dropped."""
+        """One call of each primitive computes all requests, and the product of the scores is dropped."""
         forward, backward = self._operands_of_passes(attention)
         if forward is None or (attention.gradients and backward is None):
             return False
@@ -202,7 +201,7 @@ class _Rewriter:
         return self._accept(forward, [i for i in self._parts[softmax] if i not in kept])
 
     def _operands_of_passes(self, attention: _AttentionRequests) -> tuple[Operands | None, Operands | None]:
-        """The operands of the forward pass and of the gradient, if known."""
+        """Forward, backward."""
         found = [self._operands_of(request) for request in attention.results + attention.gradients]
         backward = [operands for operands in found if operands is not None and operands.cotangent is not None]
         known = [operands for operands in found if operands is not None]
@@ -240,7 +239,7 @@ class _Rewriter:
         place: int,
         forward: int | None = None,
     ) -> tuple[list[NewEquation], dict[Var, Var]]:
-        """Equations that compute the requested variables, and the renamed variables."""
+        """Also the renamed variables."""
         named, names = with_named_results(eqns, results, [request.var for request in requests])
         line = self._eqns[place]
         out = [NewEquation(eqn=with_source_of(eqn, line), place=place, forward=forward) for eqn in named]
@@ -250,7 +249,7 @@ class _Rewriter:
 def with_named_results(
     eqns: Sequence[JaxprEqn], results: Sequence[Atom], targets: Sequence[Var]
 ) -> tuple[list[JaxprEqn], dict[Var, Var]]:
-    """Equations with `targets` in place of `results`, and the renamed variables."""
+    """`targets` replace `results`. Also the renamed variables."""
     made = {var for eqn in eqns for var in eqn.outvars}
     names: dict[Var, Var] = {}
     eqns = list(eqns)
@@ -258,7 +257,7 @@ def with_named_results(
         if not is_literal(atom) and atom in made and atom not in names:
             names[atom] = target
             continue
-        # The second name of a result, or an operand, which jax returns if a scan stacks rows that it reads.
+        # The second name of a result, or an operand: jax returns one if a scan stacks rows that it reads.
         copies, (copy,) = equations_for(jnp.copy, atom)
         eqns += copies
         names[copy] = target
@@ -268,7 +267,7 @@ def with_named_results(
 
 
 def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEquation] | None:
-    """The equations sorted by dependencies, then by place; None if sections depend on each other in both directions."""
+    """By dependencies, then by place; None if sections depend on each other in both directions."""
     maker = {var: k for k, one in enumerate(new) for var in one.eqn.outvars}
     waits = [{maker[var] for var in operand_vars(one.eqn) if var in maker} for one in new]
     readers: list[list[int]] = [[] for _ in new]
@@ -294,10 +293,7 @@ def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEqua
 
 
 def _have_one_call(attention: _AttentionRequests) -> bool:
-    """Whether one call of each primitive serves all requests.
-
-    They share V, the cotangent of the result, and the dtype of p_bar, the cotangent of the probabilities.
-    """
+    """Whether requests share V, the cotangent of the result, and the dtype of p_bar, the cotangent of probabilities."""
     roles = [request.role for request in attention.results + attention.gradients]
     gradients = [request.role for request in attention.gradients]
     values = {role.value.number for role in roles if role.value is not None}

@@ -21,12 +21,9 @@ from minialpa.tracing.new_equations import equations_for
 class Body:
     """A scan with its body, which reads variables of the outer program.
 
-    Attributes:
-        carries: variables of the carry, in the body.
-        rows: pairs (variable of a row in the body, stacked array).
-        new_carries: the carry for the next iteration.
-        stacked: pairs (value in the body, stacked array).
-        consts: values of captured arrays.
+    carries: variables of the carry, in the body.
+    rows: pairs (variable of a row in the body, stacked array).
+    stacked: pairs (value in the body, stacked array).
     """
 
     eqn: JaxprEqn
@@ -39,18 +36,17 @@ class Body:
 
     @property
     def variables(self) -> dict[Var, None]:
-        """The variables of one iteration, in order."""
+        """In order."""
         made = (var for eqn in self.eqns for var in eqn.outvars)
         return dict.fromkeys([*self.carries, *(var for var, _ in self.rows), *made])
 
     @property
     def results(self) -> list[Atom]:
-        """The results of an iteration: the next carry, then the stacked values."""
+        """The next carry, then the stacked values."""
         return [*self.new_carries, *(atom for atom, _ in self.stacked)]
 
     @property
     def read(self) -> dict[Var, None]:
-        """The variables that the equations and the results read."""
         operands = [var for eqn in self.eqns for var in operand_vars(eqn)]
         return dict.fromkeys([*operands, *variables_in(self.results)])
 
@@ -60,10 +56,7 @@ def variables_in(atoms: Sequence[Atom]) -> list[Var]:
 
 
 def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
-    """The scan as a body with fresh variables.
-
-    linked: for a stacked array, the value of the same iteration in another body.
-    """
+    """linked: for a stacked array, the value of the same iteration in another body."""
     closed = eqn.params["jaxpr"]
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     n_consts, n_carry = scan_counts(eqn)
@@ -78,7 +71,7 @@ def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
         rows.append((row, operand))
         values.append(row)
 
-    # Bodies of one function may share variables, so all variables are new.
+    # Bodies of one function may share variables.
     names: dict[Var, Atom] = dict(zip(flat.invars, [*eqn.invars[:n_consts], *carries, *values], strict=True))
     names |= {var: fresh_var(aval_of(var)) for var in flat.constvars}
     eqns = []
@@ -98,7 +91,7 @@ def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
 
 
 def with_rows(body: Body, rows: Sequence[tuple[Var, Var, Atom]]) -> Body:
-    """Put rows of stacked arrays in place of variables. rows: variable, row, stacked array."""
+    """rows: variable, row, stacked array."""
     names: dict[Var, Atom] = {var: row for var, row, _ in rows}
     return replace(
         body,
@@ -117,7 +110,6 @@ def _renamed_atoms(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Ato
 
 
 def scan_of(body: Body) -> list[JaxprEqn]:
-    """The equations of a scan with this body, with the source line of the old scan."""
     _, n_carry = scan_counts(body.eqn)
     outer = _outer_variables(body)
 
@@ -143,7 +135,7 @@ def _first_carries(body: Body) -> list[Atom]:
 
 
 def _scan(body: Body, env: Mapping[Var, Any]) -> list[Any]:
-    """The results of the scan. env: values of the variables from outside."""
+    """env: values of the variables from outside."""
     params, n_carry = body.eqn.params, len(body.carries)
     read = body.read
     rows = [(row, array) for row, array in body.rows if row in read]
@@ -170,7 +162,6 @@ def _scan(body: Body, env: Mapping[Var, Any]) -> list[Any]:
 
 
 def run(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], env: Mapping[Var, Any]) -> list[Any]:
-    """The values of `outvars`, from the values of the variables in `env`."""
     values = dict(env)
     for eqn in eqns:
         results = eval_named(eqn, [value_of(atom, values) for atom in eqn.invars])

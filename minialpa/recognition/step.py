@@ -17,9 +17,9 @@ _FEW_SCORES = 128 * 128
 
 
 def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
-    """Replace the attentions of a step by `attention_p`, and their derivatives by `attention_gradient_p`.
+    """Replace attentions by `attention_p`, and their derivatives by `attention_gradient_p`.
 
-    everywhere: also replace small attentions. An attention across a pipeline boundary stays as written.
+    everywhere: also small attentions. An attention across a pipeline boundary stays as written.
     """
     flat = step.flat
 
@@ -40,7 +40,6 @@ def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
 
 
 def _with_equations(step: TracedStep, new: Sequence[NewEquation]) -> TracedStep:
-    """Each equation gets the origin of the equation that it replaces."""
     origins = [_origin(one, step.origins) for one in new]
     # The numbers of groups must have no gaps.
     groups = sorted({origin.group for origin in origins if origin.group is not None})
@@ -55,5 +54,5 @@ def _origin(one: NewEquation, origins: Sequence[Origin]) -> Origin:
     own = origins[one.place]
     if one.forward is None or own.group is None or origins[one.forward].group is None:
         return own
-    # The gradient belongs to the forward group of its attention, not of a product in it.
+    # Of its attention, not of a product in it.
     return replace(own, group=origins[one.forward].group)

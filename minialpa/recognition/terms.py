@@ -23,7 +23,7 @@ Axes = tuple[Label | None, ...]
 
 
 class NoFormula(Exception):
-    """A value is no part of an attention of the primitives. Never leaves `recognition`."""
+    """No part of an attention of the primitives. Never leaves `recognition`."""
 
 
 class Kind(enum.Enum):
@@ -73,13 +73,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An array of the program.
-
-    Attributes:
-        number: equal for equal arrays.
-        axes: the index of each dimension.
-        var: a variable that holds the array.
-    """
+    """An array of the program. number: equal for equal arrays. var: holds the array."""
 
     number: int
     axes: Axes
@@ -102,12 +96,11 @@ class Mask:
 class Scores:
     """scale * sum_feature left right + sum of biases; `masked_score` where a mask is false.
 
-    Attributes:
-        var: the variable of the product.
-        feature: the index of the sum.
-        biases: pairs (array, 1.0 or -1.0 as its factor), in order.
-        masks: in order, after the biases.
-        float16: the steps that run in float16.
+    var: of the product.
+    feature: of the sum.
+    biases: pairs (array, 1.0 or -1.0 as its factor), in order.
+    masks: in order, after the biases.
+    float16: the steps that run in float16.
     """
 
     var: Var
@@ -136,7 +129,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """The softmax of scores over the index `key_position`, which only one of the two factors, the key, has."""
+    """Over the index `key_position`, which only one of the two factors, the key, has."""
 
     scores: Scores
     key_position: Label
@@ -165,12 +158,11 @@ class Softmax:
 
     @property
     def query_positions(self) -> frozenset[Label]:
-        """Indices of the query that the key lacks: positions, and heads that share keys."""
+        """Of the query, absent from the key: positions, and heads that share keys."""
         return self.query.labels - self.key.labels
 
     @property
     def batch(self) -> frozenset[Label]:
-        """The indices of the scores that are not positions."""
         return self.labels - self.query_positions - {self.key_position}
 
 
@@ -180,8 +172,8 @@ class SoftmaxArray:
 
     Attributes:
         labels: the indices on which the term depends, without indices over which a gradient was summed.
-        value: the array of values, if the formula has it.
-        cotangent: the cotangent of the result, if the formula has it.
+        value: if the formula has it.
+        cotangent: of the result, if the formula has it.
         hidden: the masks under which a SCORE_BAR was set to 0.
         is_scaled: whether a SCORE_BAR is multiplied by the scale of the scores.
         has_float16_bar: whether p_bar, if the formula has it, is in float16.
@@ -198,13 +190,12 @@ class SoftmaxArray:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the term has all indices of its kind, so no sum has removed one."""
+        """Whether the term has all indices of its kind: no sum has removed one."""
         own = {self.softmax.key_position} if self.kind in OF_QUERIES else set()
         return self.labels == self.softmax.labels - own
 
     @property
     def is_derivative(self) -> bool:
-        """Whether a SCORE_BAR is 0 under all masks of the scores, as the derivative is."""
         return self.hidden == frozenset(self.softmax.scores.masks)
 
 
@@ -212,7 +203,6 @@ Term = Number | Leaf | Scores | SoftmaxArray
 
 
 def kind_of(term: Term) -> Kind:
-    """The kind of a term, which selects the row of `REWRITES`."""
     match term:
         case Number():
             return Kind.NUMBER
@@ -232,7 +222,7 @@ class Form:
 
 
 def renamed(term: Term, names: Mapping[Label, Label]) -> Term:
-    """The term with other names for indices. Raises NoFormula if two would have one name."""
+    """Raises NoFormula if two indices would have one name."""
     if not names:
         return term
     match term:
@@ -291,11 +281,9 @@ class Role:
 
     Attributes:
         name: "out", or the operand of a gradient: "query", "key", "value" or "bias".
-        axes: the index of each dimension.
         value: the array of values; None if only its gradient is known.
-        cotangent: the cotangent of the result; None in the forward pass.
+        cotangent: of the result; None in the forward pass.
         has_float16_bar: whether the formula has p_bar in float16.
-        bias: number of the bias.
     """
 
     name: str
@@ -308,7 +296,7 @@ class Role:
 
 
 def find_role(form: Form) -> Role | None:
-    """The role of a value with this form, if it is a result of an attention."""
+    """None if a value with this form is no result of an attention."""
     part = form.term
     if not isinstance(part, SoftmaxArray) or part.labels != frozenset(form.axes) - {None}:
         return None
@@ -324,7 +312,7 @@ def find_role(form: Form) -> Role | None:
 
 
 def _own_indices(part: SoftmaxArray) -> frozenset[Label]:
-    """The indices of the scores that a finished result or gradient has."""
+    """Indices of the scores in a finished result or gradient."""
     softmax = part.softmax
     is_of_queries = part.kind in (Kind.OUT, Kind.QUERY_BAR)
     return softmax.batch | (softmax.query_positions if is_of_queries else {softmax.key_position})

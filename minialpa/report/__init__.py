@@ -1,1 +1,1 @@
-"""A plan goes in; one screen of text, a page of HTML, and findings come out. Nothing here plans or runs."""
+"""A plan in; one screen of text, a page of HTML, and findings out. Nothing here plans or runs."""

@@ -57,9 +57,8 @@ class Interval:
 class Lane:
     """The work of one stage, or its transfers.
 
-    Attributes:
-        source: of the times.
-        n, busy_s: number and seconds of all intervals, before short ones are joined.
+    source: of the times.
+    n, busy_s: number and seconds of all intervals, before short ones are joined.
     """
 
     name: str
@@ -136,7 +135,7 @@ def _timeline_lanes(timeline: Timeline, source: Literal["predicted", "XLA:GPU"])
 
 
 def _measured_lanes(tasks: Sequence[TaskTime]) -> Iterator[_Lane]:
-    """A lane for the functions of each mesh and host, and one for its transfers."""
+    """For the functions of each mesh and host, and for its transfers."""
     for mesh, host in sorted({(task.mesh, task.host) for task in tasks}):
         own = [task for task in tasks if (task.mesh, task.host) == (mesh, host)]
         name = f"stage {mesh}" + (f", host {host}" if len({task.host for task in tasks}) > 1 else "")
@@ -177,7 +176,7 @@ def _intervals(spans: Sequence[_Span], total_s: float, least_s: float) -> Iterat
 
 
 def time_marks(total_s: float) -> Iterator[Mark]:
-    """About six round times from 0 on."""
+    """About six round times."""
     if not total_s:
         return
     power = 10.0 ** math.floor(math.log10(total_s / 6))
@@ -193,9 +192,8 @@ def time_marks(total_s: float) -> Iterator[Mark]:
 class MemoryCurve:
     """Bytes of each device of a stage over a step.
 
-    Attributes:
-        path: of an SVG, 1000 wide and 100 high.
-        limit: height of the limit in percent; None if it is unknown or far above the picture.
+    path: of an SVG, 1000 wide and 100 high.
+    limit: height of the limit in percent; None if it is unknown or far above the picture.
     """
 
     stage: int
@@ -221,7 +219,7 @@ def memory_curves(plan: Plan, timeline: Timeline) -> list[MemoryCurve]:
 
 
 def memory_scale(plan: Plan) -> float:
-    """The largest bytes in pictures of memory: the limit, unless all stages are far below."""
+    """The limit, unless all stages are far below."""
     peak = max(1.0, *(stage.peak_bytes for stage in plan.stages))
     limit = max(limit_bytes(plan, k) or 0.0 for k in range(len(plan.stages)))
     return limit if peak <= limit <= 4 * peak else peak
@@ -232,7 +230,7 @@ def _height(n_bytes: float | None, top: float) -> float | None:
 
 
 def _curve_points(stage: StageTimeline, total_s: float, top: float) -> list[tuple[int, float]]:
-    """The most bytes in each of `_MOST_POINTS` columns: (position in thousandths, height in percent)."""
+    """The most bytes in each column: (position in thousandths, height in percent)."""
     heights: dict[int, float] = {}
     for i, (at_s, n_bytes) in enumerate(stage.memory):
         end_s = stage.memory[i + 1][0] if i + 1 < len(stage.memory) else total_s
@@ -258,7 +256,7 @@ def _area(points: Sequence[tuple[int, float]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A shard: its place in the grid, and the devices that hold it; empty for shards that are left out."""
+    """A shard in the grid, and the devices that hold it; empty for shards that are left out."""
 
     row: int
     column: int
@@ -267,7 +265,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPicture:
-    """The shards of an array along two of its dimensions, on one stage."""
+    """Along two dimensions of an array, on one stage."""
 
     stage: int
     n_rows: int
@@ -277,7 +275,7 @@ class ShardPicture:
 
 
 def shard_pictures(plan: Plan, value: PlacedValue) -> list[ShardPicture]:
-    """One for each different sharding, on the first stage that has it."""
+    """One for each sharding, on the first stage that has it."""
     firsts: dict[tuple[Spec, tuple[int, ...]], int] = {}
     for k, spec in zip(value.mesh_ids, value.specs, strict=True):
         firsts.setdefault((spec, plan.stages[k].logical_shape), k)
@@ -288,7 +286,7 @@ def shard_pictures(plan: Plan, value: PlacedValue) -> list[ShardPicture]:
 
 
 def shard_picture(shape: tuple[int, ...], spec: Spec, devices: Sequence[int], k: int = 0) -> ShardPicture:
-    """The shards on the first of `devices`, in row-major order of a mesh of this shape: of stage `k`."""
+    """On the first of `devices`, in row-major order of a mesh of this shape: of stage `k`."""
     split = [d for d, axes in enumerate(spec.dims) if math.prod(shape[a] for a in axes) > 1]
     rest = [d for d in reversed(range(len(spec.dims))) if d not in split]
     dims = sorted((split + rest)[:2])
@@ -317,12 +315,11 @@ def _n_parts(spec: Spec, dim: int | None, shape: tuple[int, ...]) -> int:
 
 
 def _coordinates(device: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The place of a device in a mesh, whose last axis has neighbours."""
+    """The last axis has neighbours."""
     return tuple(device // math.prod(shape[axis + 1 :]) % n for axis, n in enumerate(shape))
 
 
 def _part(spec: Spec, dim: int | None, at: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The number of the part of a dimension that the device at these coordinates holds."""
     part = 0
     for axis in () if dim is None else spec.dims[dim]:
         part = part * shape[axis] + at[axis]
@@ -330,7 +327,7 @@ def _part(spec: Spec, dim: int | None, at: tuple[int, ...], shape: tuple[int, ..
 
 
 def _shown(n: int, most: int) -> list[int | None]:
-    """The parts to draw; None stands for parts that are left out."""
+    """None stands for parts that are left out."""
     return list(range(n)) if n <= most else [*range(most - 2), None, n - 1]
 
 
@@ -339,7 +336,7 @@ def _shown(n: int, most: int) -> list[int | None]:
 
 @dataclass(frozen=True, slots=True)
 class HostPicture:
-    """A host. devices: number and stage of each; None for an idle device."""
+    """devices: number and stage of each; None for an idle device."""
 
     host: int
     devices: tuple[tuple[int, int | None], ...]
@@ -376,9 +373,8 @@ def host_pictures(plan: Plan) -> list[HostPicture]:
 class Dot:
     """Operators of one row.
 
-    Attributes:
-        radius: in pixels, by the share of the compute.
-        label: of the longest operators; at the left of the dot, or at the right.
+    radius: in pixels, by the share of the compute.
+    label: of the longest operators; at the left of the dot, or at the right.
     """
 
     x: float
@@ -392,7 +388,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roof:
-    """The limit of a dtype: a slope from (start_x, start_y) to (ridge, top), and a level from there on."""
+    """For a dtype: a slope from (start_x, start_y) to (ridge, top), then a level."""
 
     dtype: str
     rate: float
@@ -412,13 +408,11 @@ class RooflinePicture:
 
 @dataclass(frozen=True, slots=True)
 class _LogAxis:
-    """A logarithmic axis from `low` to `high`."""
-
     low: float
     high: float
 
     def at(self, value: float) -> float:
-        """In percent of the axis."""
+        """In percent."""
         return 100 * math.log(value / self.low) / math.log(self.high / self.low)
 
     def marks(self, unit: str) -> Iterator[Mark]:
@@ -431,7 +425,7 @@ class _LogAxis:
 
 
 def _axis_around(values: Iterable[float]) -> _LogAxis:
-    """From and to a round number."""
+    """Ends are round numbers."""
     found = list(values)
     return _LogAxis(_round_below(min(found) / 1.1), 1 / _round_below(1 / (1.4 * max(found))))
 
@@ -443,7 +437,7 @@ def _round_below(value: float) -> float:
 
 
 def roofline_picture(plan: Plan, rows: Sequence[OperatorRow]) -> RooflinePicture | None:
-    """Flop per byte to the right, flop/s of a device upwards; None without operators."""
+    """Flop per byte to the right, flop/s of a device upwards."""
     rows = sorted((row for row in rows if row.intensity and row.rate), key=lambda row: -row.seconds)
     if not rows:
         return None
@@ -481,7 +475,7 @@ def _dot(row: OperatorRow, x: float, y: float, most: float) -> Dot:
 
 
 def _labelled(dots: Sequence[Dot], rows: Sequence[OperatorRow]) -> Iterator[Dot]:
-    """The first dots get labels where these cover no other dot or label. A letter is about 0.65 % of the width."""
+    """The first dots whose labels cover no other dot or label. A letter is about 0.65 % of the width."""
     taken = [(dot.x - 1.0, dot.x + 1.0, dot.y) for dot in dots]
     n_labels = 0
     for dot, row in zip(dots, rows, strict=True):

@@ -21,7 +21,7 @@ from minialpa.support.sizes import bytes_text
 
 
 def explain(plan: Plan, what: str) -> str:
-    """Raises nothing: an unknown name gives near names."""
+    """An unknown name gives near names."""
     if what in TOPICS:
         return "\n".join(TOPICS[what](plan))
     if is_topic(plan, what):
@@ -31,12 +31,12 @@ def explain(plan: Plan, what: str) -> str:
 
 
 def is_topic(plan: Plan, what: str) -> bool:
-    """Whether `what` is one of `TOPICS`, or a stage of the plan such as `stage 0`."""
+    """One of `TOPICS`, or a stage of the plan such as `stage 0`."""
     return what in TOPICS or what in [f"stage {k}" for k in range(len(plan.stages))]
 
 
 def argument_lines(plan: Plan, what: str) -> Iterator[str]:
-    """Arguments and results whose path contains `what`; equal layers once."""
+    """Equal layers once."""
     shapes = [stage.logical_shape for stage in plan.stages]
     roles = plan.roles or ("other",) * len(plan.inputs)
     values = [(value, role) for value, role in zip(plan.inputs, roles, strict=True) if what in value.path]
@@ -59,7 +59,6 @@ def argument_lines(plan: Plan, what: str) -> Iterator[str]:
 
 
 def operation_lines(plan: Plan, what: str) -> list[str]:
-    """Operators and collectives whose module, line, name or array contains `what`."""
     text = what.removesuffix("/")
     ops = operator_rows(plan, lambda k, op: text in _operator_key(op))
     moves = collective_rows(plan, lambda one: text in _collective_key(one))
@@ -76,7 +75,6 @@ def _collective_key(one: PlannedCollective) -> str:
 
 
 def unknown_text(plan: Plan, what: str, topics: Sequence[str] = ()) -> str:
-    """The error for a name that nothing in the plan has, with near names."""
     names = {value.path for value in plan.inputs}
     for stage in plan.stages:
         names.update(name for op in stage.operators for name in (op.module, op.line, operator_name(op.name)))
@@ -101,7 +99,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         memory = stage_memory(plan, k)
         limit = "" if memory.limit_bytes is None else f" of {bytes_text(memory.limit_bytes)}"
         used = "" if memory.used is None else f" ({percent_text(memory.used)})"
-        parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in memory.parts.items())
+        parts = ", ".join(memory.texts)
         yield f"Stage {k}: {bytes_text(memory.peak_bytes)}{limit} on each device{used}: {parts}"
 
 
@@ -114,7 +112,6 @@ def _finding_lines(plan: Plan) -> list[str]:
 
 
 def _stage_lines(plan: Plan, k: int) -> Iterator[str]:
-    """The time of a stage, its longest operators, and its collectives."""
     stage = plan.stages[k]
     n, pass_s = plan.n_micro_batches, [sum(one.seconds for one in other.passes) for other in plan.stages]
     yield f"Stage {k}: {stage_text(plan, k)}"

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 
 from minialpa.cost import Collective
 from minialpa.plan.record import PlacedValue, PlannedCollective, PlannedOperator, PlanRecord
+from minialpa.support.sizes import bytes_text
 from minialpa.tracing.arguments import argument_name
 
 #: A smaller part of a step is an error of rounding.
 _ROUNDING = 1e-9
-#: Kinds of memory, in the order in which they are shown.
+#: In the order in which they are shown.
 MEMORY_KINDS = (
     "weights",
     "optimizer",
@@ -33,10 +34,9 @@ MEMORY_KINDS = (
 class Throughput:
     """Per second of a step.
 
-    Attributes:
-        tokens: None unless an array of examples holds integers [examples, positions, ...].
-        utilisation: model FLOP utilisation, of the peak for `dtype`.
-        dtype: of most products.
+    tokens: None unless an array of examples holds integers [examples, positions, ...].
+    utilisation: model FLOP utilisation, of the peak for `dtype`.
+    dtype: of most products.
     """
 
     examples: float | None
@@ -68,7 +68,7 @@ def _n_tokens(plan: PlanRecord) -> int | None:
 
 
 def main_dtype(plan: PlanRecord) -> str:
-    """The dtype of most floating point operations of products; float32 products count as `tensorfloat32` on GPUs."""
+    """Of most flops of products; float32 products count as `tensorfloat32` on GPUs."""
     flops: Counter[str] = Counter()
     for stage in plan.stages:
         for op in stage.operators:
@@ -83,7 +83,7 @@ def rate_name(plan: PlanRecord, dtype: str) -> str:
 
 
 def time_parts(plan: PlanRecord) -> dict[str, float]:
-    """How all devices spend the predicted step. `idle` devices have no stage."""
+    """Of all devices in the predicted step. `idle` devices have no stage."""
     n_devices, step_s = plan.cluster.n_devices, plan.cost.total_s
     parts = dict.fromkeys(("compute", "communication", "bubble", "update", "idle"), 0.0)
     if not step_s:
@@ -105,7 +105,7 @@ def time_parts(plan: PlanRecord) -> dict[str, float]:
 
 
 def other_seconds(plan: PlanRecord) -> float:
-    """Compute seconds per step of operations that are no `PlannedOperator`, over all stages."""
+    """Compute per step of operations that are no `PlannedOperator`, over all stages."""
     compute = sum(plan.n_micro_batches * stage.compute_s for stage in plan.stages)
     return max(
         0.0, compute - sum(op_seconds(plan, op) for s in plan.stages for op in s.operators if op.part != "other")
@@ -113,7 +113,6 @@ def other_seconds(plan: PlanRecord) -> float:
 
 
 def other_share(plan: PlanRecord) -> float:
-    """`other_seconds` as a part of the compute."""
     other_s = other_seconds(plan)
     total_s = other_s + sum(op_seconds(plan, op) for stage in plan.stages for op in stage.operators)
     return other_s / total_s if total_s else 0.0
@@ -130,7 +129,7 @@ def op_seconds(plan: PlanRecord, op: PlannedOperator) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """An operator on one device. intensity: flop per byte. rate: flop/s. roof: the largest flop/s for the intensity."""
+    """An operator on one device. intensity: flop per byte. rate: flop/s. roof: the largest rate for it."""
 
     intensity: float
     rate: float
@@ -138,7 +137,6 @@ class Roofline:
 
 
 def roofline(plan: PlanRecord, k: int, op: PlannedOperator) -> Roofline:
-    """Of an operator of stage `k`."""
     device = plan.cluster.device_of(plan.stages[k].first_device // plan.cluster.devices_per_host)
     flops = op.flops / math.prod(n for _, n in op.split)
     intensity = flops / op.n_bytes if op.n_bytes else 0.0
@@ -153,7 +151,7 @@ def collective_seconds(plan: PlanRecord, one: PlannedCollective) -> float:
 
 
 def hidden_part(plan: PlanRecord, one: PlannedCollective) -> float:
-    """The part of its seconds that runs beside compute: in a pass, an equal part of all that can."""
+    """The part beside compute: in a pass, an equal part of all that can."""
     if not one.can_hide or one.part == "other":
         return float(one.can_hide)
     hidden_s = plan.n_micro_batches * sum(each.hidden_s for each in plan.stages[one.stage].passes)
@@ -164,7 +162,7 @@ def hidden_part(plan: PlanRecord, one: PlannedCollective) -> float:
 
 
 def waiting_seconds(plan: PlanRecord, one: PlannedCollective) -> float:
-    """Seconds per step for which devices wait."""
+    """Per step."""
     return (1 - hidden_part(plan, one)) * collective_seconds(plan, one)
 
 
@@ -175,15 +173,20 @@ def waiting_seconds(plan: PlanRecord, one: PlannedCollective) -> float:
 class MemoryUse:
     """Peak bytes of each device of a stage.
 
-    Attributes:
-        parts: bytes of each of `MEMORY_KINDS` that the stage has. A pass that is both forward and backward keeps
-            activations among its temporary values.
-        limit_bytes: None if unknown.
+    parts: bytes of each of `MEMORY_KINDS` that the stage has. A pass that is both forward and backward keeps
+        activations among its temporary values.
     """
 
     parts: dict[str, float]
     peak_bytes: float
     limit_bytes: float | None
+    host_bytes: float = 0.0
+
+    @property
+    def texts(self) -> list[str]:
+        """The parts, and the bytes in host memory for each device."""
+        parts = {**self.parts, "in host memory": self.host_bytes}
+        return [f"{kind} {bytes_text(size)}" for kind, size in parts.items() if size >= 1]
 
     @property
     def used(self) -> float | None:
@@ -195,7 +198,8 @@ def stage_memory(plan: PlanRecord, k: int) -> MemoryUse:
     roles = plan.roles or ("other",) * len(plan.inputs)
     held: Counter[str] = Counter()
     for value, role in zip(plan.inputs, roles, strict=True):
-        held[role] += int(bytes_on_mesh(value, k, stage.logical_shape))
+        if value.memory_kind == "device":
+            held[role] += int(bytes_on_mesh(value, k, stage.logical_shape))
 
     arguments = sum(held.values())
     rest = max(0.0, stage.fixed_bytes - stage.temp_bytes - arguments)
@@ -208,18 +212,18 @@ def stage_memory(plan: PlanRecord, k: int) -> MemoryUse:
         temporary: stage.temp_bytes,
         "batch and others": float(held["batch"] + held["other"]),
     }
-    return MemoryUse({kind: size for kind, size in parts.items() if size}, stage.peak_bytes, limit_bytes(plan, k))
+    sizes = {kind: size for kind, size in parts.items() if size}
+    return MemoryUse(sizes, stage.peak_bytes, limit_bytes(plan, k), stage.host_bytes)
 
 
 def limit_bytes(plan: PlanRecord, k: int) -> float | None:
-    """Bytes that each device of a stage may use."""
     stage = plan.stages[k]
     device = plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host)
     return stage.option.memory_limit_bytes or device.memory_bytes
 
 
 def bytes_on_mesh(value: PlacedValue, k: int, shape: tuple[int, ...]) -> float:
-    """Bytes of an argument on each device of mesh `k`."""
+    """On each device of mesh `k`."""
     blocks = value.rows or ((0, value.shape[0] if value.shape else 1),) * len(value.mesh_ids)
     total = 0.0
     for mesh, spec, (start, stop) in zip(value.mesh_ids, value.specs, blocks, strict=True):
@@ -230,6 +234,5 @@ def bytes_on_mesh(value: PlacedValue, k: int, shape: tuple[int, ...]) -> float:
 
 
 def bytes_of_value(value: PlacedValue) -> float:
-    """Bytes of the whole array."""
     size = 8 if value.dtype.startswith("key<") else jnp.dtype(value.dtype).itemsize
     return float(size * math.prod(value.shape))

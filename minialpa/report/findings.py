@@ -29,7 +29,7 @@ from minialpa.support.sizes import bytes_text
 
 #: Less memory than this part of the limit is little.
 _LITTLE_MEMORY = 0.05
-#: A stage is slow if it takes so many times the mean of the others.
+#: Over the mean of the others.
 _SLOW_STAGE = 1.15
 #: Parts of a step that are worth a sentence.
 _MUCH_BUBBLE, _MUCH_COMMUNICATION, _MUCH_UPDATE, _MUCH_REPEATED, _MUCH_RESHARDING = 0.15, 0.1, 0.1, 0.02, 0.01
@@ -90,11 +90,12 @@ def _memory_findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _replicated_state(plan: Plan) -> Iterator[Finding]:
-    """Weights and optimizer state that devices of a stage hold more than once."""
+    """Devices of a stage hold it more than once."""
     for role, what in (("optimizer", "optimizer state"), ("weights", "weights")):
         held = split = 0.0
         for value, one in zip(plan.inputs, plan.roles, strict=True):
-            for k in dict.fromkeys(value.mesh_ids if one == role else ()):
+            is_held = one == role and value.memory_kind == "device"
+            for k in dict.fromkeys(value.mesh_ids if is_held else ()):
                 shape, n = plan.stages[k].logical_shape, plan.stages[k].n_devices
                 on_device = bytes_on_mesh(value, k, shape)
                 held += on_device
@@ -162,7 +163,7 @@ def _communication(plan: Plan) -> Iterator[Finding]:
 
 
 def _resharding_in_layers(plan: Plan) -> Iterator[Finding]:
-    """Activations that change their sharding in several layers."""
+    """Activations change their sharding in several layers."""
     moved = [
         one
         for one in plan.collectives
@@ -183,7 +184,7 @@ def _resharding_in_layers(plan: Plan) -> Iterator[Finding]:
 
 
 def _repeated_work(plan: Plan) -> Iterator[Finding]:
-    """Operators that all devices of a stage compute in full."""
+    """All devices of a stage compute an operator in full."""
     for k, stage in enumerate(plan.stages):
         whole = [op for op in stage.operators if not op.split]
         if stage.n_devices == 1 or not whole:
@@ -205,7 +206,7 @@ def _repeated_work(plan: Plan) -> Iterator[Finding]:
 
 
 def _slow_operators(plan: Plan) -> Iterator[Finding]:
-    """Long operators far below the roof of the device."""
+    """Far below the roof of the device."""
     ops = [(k, op) for k, stage in enumerate(plan.stages) for op in stage.operators]
     compute_s = other_seconds(plan) + sum(op_seconds(plan, op) for _, op in ops)
     slow = [(k, op) for k, op in ops if op.seconds > _LONG_S and op.n_bytes]
@@ -262,7 +263,6 @@ def _idle_devices(plan: Plan) -> Iterator[Finding]:
 
 
 def _low_utilisation(plan: Plan) -> Iterator[Finding]:
-    """Products that take a small part of the compute."""
     rates = throughput(plan)
     if not is_gpu(plan.cluster.device) or rates.utilisation is None or rates.utilisation > _LOW_UTILISATION:
         return
@@ -301,7 +301,6 @@ def _notes(plan: Plan) -> Iterator[Finding]:
 
 
 def is_path(one: PlannedCollective) -> bool:
-    """Whether the collective moves an argument, by its name."""
     return "[" in one.array or "." in one.array
 
 

@@ -18,14 +18,14 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class Group(Generic[T]):
-    """Members whose names differ in numbers alone. name: with ranges in place of the numbers that differ."""
+    """Names differ in numbers alone; ranges replace these in `name`."""
 
     name: str
     members: tuple[T, ...]
 
 
 def equal_layers(items: Iterable[T], name: Callable[[T], str], kind: Callable[[T], Hashable]) -> list[Group[T]]:
-    """In the order of first members. Members of a group have one kind."""
+    """In the order of first members; a group has one kind."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault((_NUMBER.sub("*", name(item)), kind(item)), []).append(item)
@@ -45,6 +45,5 @@ def common_root(names: Sequence[str]) -> str:
 
 
 def without_root(names: Sequence[str]) -> list[str]:
-    """The paths without their common root."""
     root = common_root(names)
     return [name.removeprefix(f"{root}/") if root else name for name in names]

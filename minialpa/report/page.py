@@ -153,7 +153,7 @@ def page(plan: Plan, *, title: str = "", check: PlanCheck | None = None, measure
 
 
 def card(plan: Plan) -> str:
-    """The key numbers, stages and warnings, as a part of a page with any colours."""
+    """A part of a page with any colours."""
     return _template("card.html.jinja").render(
         title=_model_text(plan),
         subtitle=_subtitle(plan),
@@ -172,7 +172,6 @@ def _template(name: str) -> jinja2.Template:
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """The templates, with texts of numbers as filters."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=True,
@@ -200,7 +199,7 @@ def environment() -> jinja2.Environment:
 
 
 def _version(package: str) -> str:
-    """Empty for a package that is not installed, such as a source tree."""
+    """Empty if not installed, as in a source tree."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -212,7 +211,7 @@ def _micro(text: str) -> str:
 
 
 def _ticks(text: str) -> Markup:
-    """Names between backticks as code."""
+    """Names in backticks as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
@@ -281,6 +280,8 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
     tiles.append(
         ("memory", _of_text(memory[k].peak_bytes, memory[k].limit_bytes), ", ".join(filter(None, [used, where])))
     )
+    if memory[k].host_bytes:
+        tiles.append(("host memory", bytes_text(memory[k].host_bytes), "for each device"))
     return tiles
 
 
@@ -327,7 +328,7 @@ def _stage_rows(plan: Plan, timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _modules_text(plan: Plan, k: int) -> str:
-    """The outermost modules of a stage, or its layers."""
+    """The outermost ones of a stage, or its layers."""
     names = without_root([op.module for stage in plan.stages for op in stage.operators])
     start = sum(len(stage.operators) for stage in plan.stages[:k])
     own = names[start : start + len(plan.stages[k].operators)]
@@ -350,7 +351,7 @@ def _mesh_text(stage: StagePlan) -> str:
 
 
 def _lane_rows(picture: PipelinePicture) -> Iterator[dict[str, Any]]:
-    """The passes of each lane, and the transfers of the thin lane below."""
+    """The passes of each lane, and transfers in the thin lane below."""
     passes = [lane for lane in picture.lanes if not lane.is_transfer]
     transfers = {(lane.stage, lane.source): lane for lane in picture.lanes if lane.is_transfer}
     for lane in passes:
@@ -375,7 +376,6 @@ def _memory_bar(memory: MemoryUse, whole: float) -> list[tuple[str, float, str]]
 
 
 def _transfer_rows(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Transfers from each stage to each other stage."""
     pairs = sorted({(one.source_stage, one.target_stage) for one in timeline.transfers})
     for source, target in pairs:
         own = [one for one in timeline.transfers if (one.source_stage, one.target_stage) == (source, target)]
@@ -407,7 +407,7 @@ def _choice_text(plan: Plan) -> str:
 
 
 def _alternative_rows(plan: Plan) -> Iterator[dict[str, Any]]:
-    """This plan, and then the others."""
+    """This plan first."""
     total_s = plan.cost.total_s
     yield {
         "name": f"this plan: {variant_text(plan)}",
@@ -427,7 +427,7 @@ def _alternative_rows(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _constraints(plan: Plan) -> Iterator[tuple[str, str]]:
-    """(what, its value): memory limits, and the options of stages that differ from their defaults."""
+    """(what, its value): memory limits, and options of stages that differ from their defaults."""
     limits = {limit_bytes(plan, k) for k in range(len(plan.stages))}
     yield "memory limit", " or ".join(bytes_text(limit) for limit in sorted(filter(None, limits))) + " on each device"
     options: dict[tuple[str, str], list[int]] = {}

@@ -24,7 +24,6 @@ from minialpa.report.findings import array_text, is_path
 from minialpa.report.groups import Group, equal_layers, without_root
 from minialpa.report.words import hidden_words, operator_name, operator_words, placement_words
 
-#: The parts of a step, in the words of the report.
 PARTS = {"forward": "forward", "backward": "backward", "other": "update"}
 
 
@@ -32,12 +31,11 @@ PARTS = {"forward": "forward", "backward": "backward", "other": "update"}
 class OperatorRow:
     """Equal operators of equal layers.
 
-    Attributes:
-        n: their number in the plan, without runs for further micro-batches.
-        part: of `PARTS`.
-        flops, seconds: per step, of all of them; seconds are of one device.
-        share: of the compute of a step.
-        intensity, rate, roof: as in `Roofline`.
+    n: their number in the plan, without runs for further micro-batches.
+    part: of `PARTS`.
+    flops, seconds: per step, of all of them; seconds are of one device.
+    share: of the compute of a step.
+    intensity, rate, roof: as in `Roofline`.
     """
 
     module: str
@@ -74,7 +72,7 @@ def operator_kind(op: PlannedOperator) -> tuple[object, ...]:
 
 
 def operator_flops(plan: Plan, op: PlannedOperator) -> float:
-    """Floating point operations per step on all devices, each part of an operator once."""
+    """Per step, each part of an operator once."""
     return (plan.n_micro_batches if op.part != "other" else 1) * op.times * op.flops
 
 
@@ -108,10 +106,7 @@ def _operator_row(plan: Plan, group: Group[tuple[int, PlannedOperator]], compute
 class ArrayRow:
     """Equal arguments of equal layers.
 
-    Attributes:
-        value: the first of them.
-        n_bytes, device_bytes: of one array, whole and on each device.
-        stages: where they lie.
+    n_bytes, device_bytes: of one array, whole and on each device.
     """
 
     name: str
@@ -125,7 +120,7 @@ class ArrayRow:
 
 
 def array_rows(plan: Plan) -> list[ArrayRow]:
-    """The weights first, and the largest first; arrays of one element are left out."""
+    """The weights first, then the largest, without arrays of one element."""
     order = ("weights", "optimizer", "batch", "other")
     roles = plan.roles or ("other",) * len(plan.inputs)
     pairs = [(value, role) for value, role in zip(plan.inputs, roles, strict=True) if math.prod(value.shape) > 1]
@@ -161,11 +156,9 @@ def array_rows(plan: Plan) -> list[ArrayRow]:
 class CollectiveRow:
     """Equal collectives of equal layers. Bytes and seconds are per step, of one device, if each collective runs alone.
 
-    Attributes:
-        n: runs per step.
-        sizes: bytes of the smallest and the largest run.
-        waiting_s: part of `seconds` for which devices wait.
-        hidden: the other part, in words.
+    sizes: bytes of the smallest and the largest run.
+    waiting_s: part of `seconds` for which devices wait.
+    hidden: the other part, in words.
     """
 
     kind: str
@@ -221,13 +214,13 @@ def _link(plan: Plan, one: PlannedCollective) -> str:
 
 
 def axes_link(stage: StagePlan, axes: Sequence[int]) -> str:
-    """The slowest link that the devices along the axes share."""
+    """The slowest link."""
     crosses = any(crosses_hosts(stage, axis) for axis in axes)
     return "between hosts" if crosses else "inside a host"
 
 
 def crosses_hosts(stage: StagePlan, axis: int) -> bool:
-    """Whether groups of devices along this axis of the logical mesh span hosts, as in `ClusterSpec.logical_mesh`."""
+    """As in `ClusterSpec.logical_mesh`."""
     return stage.logical_shape[axis] > 1 and math.prod(stage.logical_shape[axis:]) > stage.submesh[1]
 
 
@@ -235,9 +228,8 @@ def crosses_hosts(stage: StagePlan, axis: int) -> bool:
 class LinkRow:
     """Collectives of one kind over one link, or transfers between stages. Bytes and seconds are per step.
 
-    Attributes:
-        waiting_s, waiting_bytes: of the parts for which devices wait, in the stage with the most seconds.
-        hidden_s, hidden_bytes: of the parts beside compute.
+    waiting_s, waiting_bytes: of the parts for which devices wait, in the stage with the most seconds.
+    hidden_s, hidden_bytes: of the parts beside compute.
     """
 
     kind: str

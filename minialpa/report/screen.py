@@ -9,7 +9,16 @@ from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.schedule.timeline import TimedPass
 from minialpa.plan import Plan
 from minialpa.plan.record import PlannedOperator, StagePlan
-from minialpa.plan.text import certificate_text, count, header, layers_text, no_search_text, ragged_text, seconds_text
+from minialpa.plan.text import (
+    certificate_text,
+    count,
+    header,
+    layers_text,
+    no_search_text,
+    ragged_text,
+    seconds_text,
+    user_shardings_text,
+)
 from minialpa.report.figures import other_share, stage_memory, throughput, time_parts
 from minialpa.report.findings import Finding, findings
 from minialpa.report.groups import common_root, equal_layers
@@ -20,7 +29,7 @@ from minialpa.support.sizes import bytes_text
 
 _WIDTH, _HEIGHT = 100, 40
 _MOST_STAGES = 4
-#: Most collectives, alternatives and findings on the screen: the first numbers that leave room for operators.
+#: Most collectives, alternatives and findings: the first numbers that leave room for operators.
 _SIZES = ((4, 3, 4), (3, 2, 2), (2, 1, 2), (1, 1, 1))
 _LEAST_OPERATORS, _MOST_LEGEND = 7, 3
 #: Topics of findings that `_step_lines` shows.
@@ -61,7 +70,7 @@ def _with_legend(lines: Iterable[str]) -> str:
 def _later_lines(
     plan: Plan, n_collectives: int | None, n_alternatives: int | None, n_findings: int | None
 ) -> Iterator[str]:
-    """The lines after the operators. Numbers: most lines of a kind, or None for all."""
+    """After the operators. Numbers: most lines of a kind, or None for all."""
     yield from collective_table(collective_rows(plan), n_collectives)
     yield from _pipeline_lines(plan, full=n_findings is None)
     yield from _alternative_lines(plan, n_alternatives)
@@ -69,12 +78,12 @@ def _later_lines(
 
 
 def _is_forward(op: PlannedOperator, stage: StagePlan) -> bool:
-    """Whether this is a forward operator, or the stage has none."""
+    """Also if the stage has no forward operator."""
     return op.part == "forward" or all(one.part != "forward" for one in stage.operators)
 
 
 def _bar(parts: Sequence[float], letters: str, width: int) -> str:
-    """A bar of `width` letters, with the parts of 1 in order."""
+    """parts: of 1."""
     ends = [round(width * sum(parts[: i + 1])) for i in range(len(parts))]
     starts = [0, *ends[:-1]]
     bar = "".join(letter * (end - start) for letter, start, end in zip(letters, starts, ends, strict=False))
@@ -102,6 +111,8 @@ def _step_lines(plan: Plan, *, full: bool) -> Iterator[str]:
         yield from _wrapped(certificate_text(plan.certificate))
     if plan.search_not_made is not None:
         yield from _wrapped(no_search_text(plan.search_not_made))
+    if plan.user_shardings:
+        yield from _wrapped(user_shardings_text(plan.user_shardings, most=2 if not full else len(plan.user_shardings)))
 
     statistics = [f"Each micro-batch has its own {one}" for one in plan.per_micro_batch]
     for texts, what in ((statistics, "statistic"), (list(map(ragged_text, plan.ragged_products)), "product")):
@@ -161,8 +172,7 @@ def _stage_lines(plan: Plan, *, full: bool) -> list[str]:
 def _memory_lines(plan: Plan, *, full: bool) -> Iterator[str]:
     fullest = max(range(len(plan.stages)), key=lambda k: stage_memory(plan, k).used or plan.stages[k].peak_bytes)
     for k in range(len(plan.stages)) if full else [fullest]:
-        parts = stage_memory(plan, k).parts
-        texts = [f"{kind} {bytes_text(size)}" for kind, size in parts.items() if size >= 1]
+        texts = stage_memory(plan, k).texts
         name = f" of stage {k}" if len(plan.stages) > 1 else ""
         yield from _wrapped(f"Memory{name}: {', '.join(texts)}")
 
@@ -171,7 +181,7 @@ def _memory_lines(plan: Plan, *, full: bool) -> Iterator[str]:
 
 
 def _pipeline_lines(plan: Plan, *, full: bool) -> Iterator[str]:
-    """A lane for each stage of a pipeline, from the start of the step to its end."""
+    """A lane for each stage, from the start of the step to its end."""
     if len(plan.stages) == 1:
         return
     timeline = simulate(plan)
@@ -181,7 +191,7 @@ def _pipeline_lines(plan: Plan, *, full: bool) -> Iterator[str]:
 
 
 def _lane(passes: Sequence[TimedPass], total_s: float, width: int) -> str:
-    """In each column the pass that takes most of its time; a space where the stage waits."""
+    """In each column the pass with most of the time; a space where the stage waits."""
     columns: list[dict[str, float]] = [{} for _ in range(width)]
     scale = width / total_s if total_s else 0.0
     for one in passes:
@@ -230,7 +240,7 @@ def _finding_lines(plan: Plan, most: int | None) -> Iterator[str]:
 
 
 def _placement_lines(plan: Plan) -> Iterator[str]:
-    """All arguments, equal layers once."""
+    """Equal layers once."""
     shapes = [stage.logical_shape for stage in plan.stages]
     roles = plan.roles or ("other",) * len(plan.inputs)
     values = list(zip(plan.inputs, roles, strict=True))

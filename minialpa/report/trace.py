@@ -17,16 +17,16 @@ from minialpa.plan.check import PlanCheck, StageCheck
 from minialpa.runtime.steps.step_trace import TaskTime, task_events
 from minialpa.support.perfetto import write_trace
 
-#: Threads of one kind of lanes. A stage has a lane for passes, and one for transfers to each other stage.
+#: A stage has a lane for passes, and one for transfers to each other stage.
 _LANES = 1000
-#: The names of compiled functions, such as `backward3.last` or `forward0_loop2`.
+#: Compiled functions, such as `backward3.last` or `forward0_loop2`.
 _PASS = re.compile(r"(forward|backward|step)(\d+)(?:\.\w+?)?(?:_loop(\d+))?(?:\.last)?")
 
 
 def write_lanes(
     plan: Plan, path: str | Path, *, check: PlanCheck | None = None, measured: Sequence[TaskTime] = ()
 ) -> None:
-    """Write the trace. check: from `Plan.check`. measured: from `Executable.stage_timeline`."""
+    """check: from `Plan.check`. measured: from `Executable.stage_timeline`."""
     events = simulate(plan).events("predicted")
     if check is not None:
         events += simulate(compiled_plan(plan, check)).events(f"XLA for {check.target}", _LANES)
@@ -34,7 +34,6 @@ def write_lanes(
 
 
 def compiled_plan(plan: Plan, check: PlanCheck) -> Plan:
-    """`plan` with the seconds and bytes of its compiled programs."""
     stages = zip(plan.stages, check.stages, strict=True)
     return dataclasses.replace(
         plan, stages=tuple(_compiled_stage(stage, one, plan.n_micro_batches) for stage, one in stages)

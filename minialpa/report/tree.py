@@ -35,12 +35,9 @@ class TreeOperator:
 class ModuleNode:
     """A module, or equal ones, with all that is inside. Numbers are of all of them together.
 
-    Attributes:
-        n: number of equal modules.
-        n_bytes: whole weights and optimizer state.
-        device_bytes: the same on each device of the stage that holds most.
-        flops: per step.
-        share: of the compute of a step.
+    n_bytes: whole weights and optimizer state.
+    device_bytes: the same on each device of the stage that holds most.
+    flops, share: of a step, of its compute.
     """
 
     name: str
@@ -81,7 +78,7 @@ class _Branch:
 
 
 def module_tree(plan: Plan) -> ModuleNode:
-    """The root; its name is the name of the outermost module, if there is one."""
+    """The root has the name of the outermost module, if there is one."""
     ops = [op for stage in plan.stages for op in stage.operators]
     names = [op.module for op in ops]
     root = _Branch(common_root(names))
@@ -159,14 +156,14 @@ def _with_parents(modules: dict[_Path, _Path]) -> dict[_Path, _Path]:
 
 
 def _places(plan: Plan, modules: dict[_Path, _Path]) -> Iterator[tuple[str, _Path]]:
-    """The module of each weight, and of optimizer state with the same last names as a weight."""
+    """Of each weight, and of optimizer state with the same last names as a weight."""
     roles = plan.roles or ("other",) * len(plan.inputs)
     weights = [_segments(value.path) for value, role in zip(plan.inputs, roles, strict=True) if role == "weights"]
     found = {path: _longest_module(path, modules) for path in weights}
     n_common = next((i for i, names in enumerate(zip(*weights, strict=False)) if len(set(names)) > 1), 0)
     prefixes = {path[: run[0]] for path, run in found.items() if run is not None}
 
-    # Weights in the same containers as weights with a module are in modules without operators.
+    # Weights beside weights with a module are in modules without operators.
     place_of: dict[_Path, _Path] = {}
     for path, run in found.items():
         start = max((len(prefix) for prefix in prefixes if path[: len(prefix)] == prefix), default=n_common)
@@ -182,6 +179,6 @@ def _places(plan: Plan, modules: dict[_Path, _Path]) -> Iterator[tuple[str, _Pat
 
 
 def _longest_module(path: _Path, modules: dict[_Path, _Path]) -> tuple[int, int] | None:
-    """The start and end of the longest run of names that is a module."""
+    """Start and end of the longest run of names that is a module."""
     runs = [(i, j) for i in range(len(path)) for j in range(i + 1, len(path)) if _words(path[i:j]) in modules]
     return max(runs, key=lambda run: (run[1] - run[0], -run[0]), default=None)

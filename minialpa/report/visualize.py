@@ -86,7 +86,7 @@ def _array_parts(value: Any) -> Iterator[tuple[str, ShardPicture]]:
 
 
 def _named(array: jax.Array) -> tuple[tuple[int, ...], Spec, list[int]]:
-    """(shape of the mesh, spec, numbers of devices) of an array of jax."""
+    """(shape of the mesh, spec, numbers of devices)."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
         devices = sorted(device.id for device in sharding.device_set)  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def _title(dtype: str, shape: Sequence[int]) -> str:
 
 
 def _grid_text(picture: ShardPicture) -> str:
-    """The numbers of the devices of each shard, between bars."""
+    """The devices of each shard, between bars."""
     rows: list[list[str]] = [[] for _ in range(picture.n_rows)]
     for cell in picture.cells:
         rows[cell.row].append(cell.text or "...")

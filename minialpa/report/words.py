@@ -21,12 +21,12 @@ LEGEND = {
 
 
 def operator_words(op: PlannedOperator) -> str:
-    """How devices split an operator: `examples over 4, columns over 2`."""
+    """`examples over 4, columns over 2`."""
     return ", ".join(f"{word} over {n}" for word, n in op.split) or "in full"
 
 
 def hidden_words(part: float) -> str:
-    """`hidden`, `20 % hidden` or `waiting`, for the part of a collective that runs beside compute."""
+    """`hidden`, `20 % hidden` or `waiting`, for the part beside compute."""
     return "hidden" if part > 0.95 else "waiting" if part < 0.05 else f"{percent_text(part)} hidden"
 
 
@@ -55,7 +55,8 @@ def _dim_word(dim: int, ndim: int) -> str:
 def placement_words(value: PlacedValue, shapes: Sequence[tuple[int, ...]]) -> str:
     """shapes: of all meshes."""
     words = {array_words(spec, shapes[mesh]) for mesh, spec in zip(value.mesh_ids, value.specs, strict=True)}
-    return " or ".join(sorted(words)) or "not used"
+    memory = "" if value.memory_kind == "device" else " in host memory"
+    return (" or ".join(sorted(words)) or "not used") + memory
 
 
 def number_text(value: float) -> str:

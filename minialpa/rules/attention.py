@@ -60,7 +60,7 @@ def _attention(eqn: JaxprEqn) -> Factors:
 
 @rule("minialpa_attention_gradient")
 def _attention_gradient(eqn: JaxprEqn) -> Factors:
-    """Linear in `out_bar`; a sum over each factor that a result lacks."""
+    """A result is summed over factors that it lacks."""
     table, named = _letters(eqn)
     kind, with_bias_gradient = eqn.params["kind"], eqn.params["with_bias_gradient"]
     added = [_scores_like(named, shape_of(atom)) for atom in eqn.invars[6 + kind.n_positions :]]
@@ -88,7 +88,6 @@ def _attention_gradient(eqn: JaxprEqn) -> Factors:
 
 
 def _letters(eqn: JaxprEqn) -> tuple[FactorTable, dict[str, Dim]]:
-    """A table with a factor for each letter of the module, and these factors."""
     b, t, g, r, d = shape_of(eqn.invars[0])
     s, e = shape_of(eqn.invars[1])[1], shape_of(eqn.invars[2])[-1]
     table = FactorTable()
@@ -101,7 +100,7 @@ def _dims(named: Mapping[str, Dim], letters: str) -> Dims:
 
 
 def _scores_like(named: Mapping[str, Dim], shape: Sequence[int]) -> Dims:
-    """Factors of a bias or mask, which is broadcast to the scores."""
+    """A bias or mask is broadcast to the scores."""
     return tuple(() if size == 1 else named[letter] for letter, size in zip(_SCORES, shape, strict=True))
 
 
@@ -110,7 +109,7 @@ def _size(table: FactorTable, named: Mapping[str, Dim], letters: str) -> int:
 
 
 def _n_scores(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> float:
-    """Number of scores in the window, for positions that count from 0."""
+    """In the window, for positions that count from 0."""
     t, s = _size(table, named, "t"), _size(table, named, "s")
     queries = np.arange(t, dtype=np.float64)
     first = np.zeros(t) if kind.left is None else np.clip(queries - kind.left, 0, s)
@@ -119,7 +118,7 @@ def _n_scores(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> float:
 
 
 def _ramps(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> dict[int, Ramp]:
-    """The work of a causal query grows with the number of earlier positions, up to the window."""
+    """A causal query has work for each earlier position in the window."""
     t, s = _size(table, named, "t"), _size(table, named, "s")
     reach = [side for side in (kind.left, kind.right) if side != 0]
     if t != s or len(reach) != 1:
@@ -131,12 +130,12 @@ def _ramps(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> dict[int,
 # ---- cuDNN -----------------------------------------------------------------------------------------------------------
 
 
-#: The layout BNTH, with heads before positions; BTNH is 0.
+#: The layout BNTH; BTNH is 0.
 _HEADS_FIRST = 1
 
 
 class _AttentionFactors:
-    """The factors of one call. Cotangents have the factors of their arrays."""
+    """Cotangents have the factors of their arrays."""
 
     def __init__(self, eqn: JaxprEqn) -> None:
         self.is_heads_first = eqn.params["layout"] == _HEADS_FIRST
@@ -155,7 +154,7 @@ class _AttentionFactors:
         self.lengths = (batch, n_heads, positions, key_positions)
 
     def _ordered(self, dims: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-        """(examples, positions, heads, features) from the order of the layout, or to it."""
+        """To (examples, positions, heads, features) from the order of the layout, or back."""
         batch, first, second, features = dims
         return (batch, second, first, features) if self.is_heads_first else (batch, first, second, features)
 
@@ -179,7 +178,7 @@ class _AttentionFactors:
 
 
 def _is_whole(eqn: JaxprEqn) -> bool:
-    """Whether the examples or heads of a call depend on each other."""
+    """Whether examples or heads depend on each other."""
     query, key, _, bias, _, _, offsets, _, pages, _ = (shape_of(atom) for atom in eqn.invars[:10])
     heads = 1 if eqn.params["layout"] == _HEADS_FIRST else 2
     is_packed, is_paged = len(offsets) == 2, len(pages) == 4
@@ -208,7 +207,7 @@ def _forward(eqn: JaxprEqn) -> Factors:
 
 @rule("dot_product_attention_bwd_wrapper", named=lambda eqn: "derivative of cuDNN attention")
 def _backward(eqn: JaxprEqn) -> Factors:
-    """The operands, statistics and result of the forward pass, and a cotangent -> cotangents of q, k, v, bias."""
+    """Operands, statistics and result of the forward pass, and a cotangent -> cotangents of q, k, v, bias."""
     if _is_whole(eqn):
         return replicated_factors(eqn, 2.5 * _flops(eqn))
     of = _AttentionFactors(eqn)

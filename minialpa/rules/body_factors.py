@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.ir.equations import Atom, is_literal, shape_of
+from minialpa.ir.equations import Atom, is_literal, shape_of, type_of
 from minialpa.rules.body_groups import Groups, Node, Region, find_groups, leading_nodes, node_of
 from minialpa.rules.body_outcomes import Outcome, follow, zero_arrays
 from minialpa.rules.common import FactorTable
@@ -28,11 +28,9 @@ from minialpa.tracing.evaluation import eval_equation, eval_on_shards
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodySplits:
-    """A region and the outcomes of its groups.
+    """A region, and the outcome of each group that may be split.
 
-    Attributes:
-        outcomes: of each group that may be split.
-        part_flops: floating point operations of one run of each part.
+    part_flops: of one run of each part.
     """
 
     region: Region
@@ -42,7 +40,6 @@ class BodySplits:
 
 
 def body_splits(region: Region) -> BodySplits:
-    """The groups of a region, with outcomes for groups of inputs and results."""
     groups, zeros = find_groups(region), zero_arrays(region)
     at_boundary = dict.fromkeys(group for atom in (*region.inputs, *region.result_atoms) for group in groups.of(atom))
 
@@ -59,7 +56,7 @@ def body_splits(region: Region) -> BodySplits:
 
 @dataclass(slots=True)
 class BoundaryTable:
-    """Makes the factors of a control flow equation, one for each group."""
+    """Makes a factor for each group of a control flow equation."""
 
     splits: BodySplits
     table: FactorTable = field(default_factory=FactorTable)
@@ -69,7 +66,6 @@ class BoundaryTable:
         return tuple(self._dim(node_of(atom, d), size) for d, size in enumerate(shape_of(atom)))
 
     def _dim(self, node: Node, size: int) -> tuple[int, ...]:
-        """The factors of a dimension: its group's factor, then a blocked rest."""
         group = self.splits.groups.find(node)
         outcome = self.splits.outcomes.get(group)
         if outcome is None or size <= 1:
@@ -79,14 +75,14 @@ class BoundaryTable:
         n_blocks = self.splits.groups.sizes[group]
         if group not in self.factors:
             is_positional = group in self.splits.groups.positional
-            # If no result depends on the group, its factor is reduced, without partial results.
+            # Without dependent results, the factor is reduced, without partial results.
             reduction = outcome.reduction or (None if "split" in outcome.results else "sum")
             (self.factors[group],) = self.table.dim(n_blocks, positional=is_positional, reduction=reduction)
         rest = self.table.dim(size // n_blocks, blocked=True) if size != n_blocks else ()
         return (self.factors[group], *rest)
 
     def build(self, eqn: JaxprEqn, operands: Sequence[Dims], results: Sequence[Dims], flops: float) -> Factors:
-        """The factors of the equation, whose last operands are the inputs of the region."""
+        """The last operands are the inputs of the region."""
         n_before = len(operands) - len(self.splits.region.inputs)
         outcomes = {f: self.splits.outcomes[group] for group, f in self.factors.items()}
         reduced = {f: outcome for f, outcome in outcomes.items() if f in self.table.reductions}
@@ -104,10 +100,8 @@ class BoundaryTable:
 class BodyShards:
     """A region on shards.
 
-    Attributes:
-        groups: a group has `groups.sizes[group]` blocks.
-        n_splits: the number of parts of each split group.
-        starts: the number of the shard's first block for each split positional group; empty if unknown.
+    groups: a group has `groups.sizes[group]` blocks.
+    starts: the number of the shard's first block for each split positional group; empty if unknown.
     """
 
     region: Region
@@ -115,16 +109,16 @@ class BodyShards:
     n_splits: Mapping[Node, int]
     starts: Mapping[Node, Any]
 
-    def structs(self, atoms: Sequence[Atom]) -> list[jax.ShapeDtypeStruct]:
+    def structs(self, atoms: Sequence[Atom]) -> list[Any]:
         return [self._struct(atom) for atom in atoms]
 
-    def _struct(self, atom: Any) -> jax.ShapeDtypeStruct:
+    def _struct(self, atom: Any) -> Any:
         parts = (self.n_splits.get(self.groups.find(node_of(atom, d)), 1) for d in range(len(shape_of(atom))))
         shape = tuple(size // n for size, n in zip(shape_of(atom), parts, strict=True))
-        return jax.ShapeDtypeStruct(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
+        return type_of(atom.aval, shape)
 
     def program(self, part: int) -> Any:
-        """A part of the region as a closed jaxpr; it keeps sharding constraints for micro-batches."""
+        """As a closed jaxpr; it keeps sharding constraints for micro-batches."""
         structs = self.structs(self.region.parts[part].invars)
         return jax.make_jaxpr(lambda *args: self._run(part, args, eval_equation))(*structs)
 
@@ -132,7 +126,6 @@ class BodyShards:
         return self._run(part, args, eval_on_shards)
 
     def _run(self, part: int, args: Sequence[Any], evaluate: Callable[..., list[Any]]) -> list[Any]:
-        """The results of a part on shards, equation by equation."""
         program = self.region.parts[part]
         consts = zip(program.constvars, program.consts, strict=True)
         env: dict[Any, Any] = {var: self._own_part(var, value) for var, value in consts}
@@ -162,7 +155,7 @@ class BodyShards:
         return evaluate(eqn, operands, localize(eqn, factors, n_splits))
 
     def _own_part(self, atom: Atom, value: Any) -> Any:
-        """The shard of an array that the device holds in full."""
+        """The device holds the array in full."""
         for d, size in enumerate(shape_of(atom)):
             group = self.groups.find(node_of(atom, d))
             if size > 1 and group in self.starts:
@@ -176,7 +169,7 @@ class BodyShards:
 
 
 def _n_splits(splits: BodySplits, local: Shapes) -> dict[Node, int]:
-    """The number of parts of each split group, from local shapes of inputs and results."""
+    """From local shapes of inputs and results."""
     atoms = (*splits.region.inputs, *(atoms[0] for atoms in splits.region.results))
     n_splits: dict[Node, int] = {}
     for atom, local_shape in zip(atoms, local, strict=True):
@@ -194,8 +187,8 @@ def local_params(
     Programs that depend on positions, as through an `iota`, are unknown until `on_shards` runs: then the parameter
     `shards` describes the cut. No primitive has such a parameter, so the equation cannot run before.
 
-    params_of: makes the parameters with inner programs. A scan has `lambda program: {"jaxpr": program(0)}`, where
-        `program(i)` is part i of the region on shards.
+    params_of: makes the parameters from `program(i)`, part i of the region on shards. A scan has
+        `lambda program: {"jaxpr": program(0)}`.
     """
     region, groups = splits.region, splits.groups
     n_splits = _n_splits(splits, (*inputs, *results))
@@ -206,13 +199,12 @@ def local_params(
 
 
 def started(shards: BodyShards, starts: Starts) -> BodyShards:
-    """The shards with the numbers of their first blocks."""
     groups, region = shards.groups, shards.region
     n_before = len(starts.operands) - len(region.inputs)
     known: dict[Node, Any] = {}
     results = (atoms[0] for atoms in region.results)
     for atom, dims in zip((*region.inputs, *results), (*starts.operands[n_before:], *starts.results), strict=True):
-        # A stack has one dimension more than a slice, for the iterations.
+        # A stack has one dimension more, for the iterations.
         array_dims = dims[len(dims) - len(shape_of(atom)) :]
         for d, start in enumerate(array_dims):
             group = groups.find(node_of(atom, d))

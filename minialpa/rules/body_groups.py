@@ -33,12 +33,11 @@ class Region:
 
     Attributes:
         parts: programs over shared variables: a body, a condition, branches.
-        inputs: a variable for each operand.
-        results: for each result, one atom from each branch.
+        results: by result, one atom from each branch.
         carried: pairs (result, input): the result of one iteration is the input of the next.
         tests: atoms that decide whether another iteration runs. They are equal in all shards, or have one element for
             each example of all carries, or let each shard exit by itself (`loop_exits`).
-        equal: for loops with tests, the number of the first input that is the same array, for each input.
+        equal: for each input of loops with tests, the number of the first input that is the same array.
     """
 
     parts: tuple[Block, ...]
@@ -75,10 +74,9 @@ def node_of(atom: Atom, dim: int) -> Node:
 class Groups:
     """A partition of the dimensions of a region into groups, each named by one of its dimensions.
 
-    Attributes:
-        sizes: the largest number of blocks of each group.
-        positional: groups whose shards must know their positions.
-        members: by group and number of an equation, the factors of the equation in the group.
+    sizes: most blocks.
+    positional: groups whose shards must know their positions.
+    members: by group and number of an equation, the factors of the equation in the group.
     """
 
     sets: DisjointSets[Node]
@@ -91,12 +89,10 @@ class Groups:
         return self.sets.find(node)
 
     def of(self, atom: Atom) -> list[Node]:
-        """The groups of dimensions longer than 1."""
         return [self.find(node_of(atom, d)) for d, size in enumerate(shape_of(atom)) if size > 1]
 
 
 def find_groups(region: Region) -> Groups:
-    """The groups that equations, branches and carries of a region link."""
     links = _Links()
     for eqn in region.eqns:
         if eqn.outvars:  # equations without results, such as callbacks, accept any shard
@@ -153,7 +149,7 @@ def _arrays(eqn: JaxprEqn, factors: Factors) -> list[tuple[Atom, Dims]]:
 
 @dataclass(slots=True)
 class _Links:
-    """Unfinished groups. `blocked` and `positional` may hold former names of groups."""
+    """Unfinished. `blocked` and `positional` may hold former names of groups."""
 
     sets: DisjointSets[Node] = field(default_factory=DisjointSets)
     sizes: dict[Node, int] = field(default_factory=dict)
@@ -161,7 +157,7 @@ class _Links:
     positional: set[Node] = field(default_factory=set)
 
     def join(self, first: Node, second: Node) -> None:
-        """Join two groups under the name of the first."""
+        """The first gives the name."""
         joined = self.sets.join(first, second)
         if joined is not None:
             group = self.sets.find(first)
@@ -171,7 +167,6 @@ class _Links:
                     marked.add(group)
 
     def limit(self, node: Node, size: int) -> None:
-        """Make the number of blocks of a group a divisor of `size`."""
         group = self.sets.find(node)
         self.sizes[group] = math.gcd(self.sizes.get(group, 0), size)
 
@@ -186,8 +181,7 @@ class _Links:
 
 
 def _link_equation(links: _Links, eqn: JaxprEqn, factors: Factors) -> None:
-    """Join the dimensions that each factor cuts; mark blocked and positional groups."""
-    # Splitting an inner factor of a dimension would leave strided blocks.
+    # An inner factor would leave strided blocks.
     longer = ([f for f in dim if factors.sizes[f] > 1] for _, dims in _arrays(eqn, factors) for dim in dims)
     inner = {f for dim in longer for f in dim[1:]}
     for f, nodes in leading_nodes(eqn, factors).items():
@@ -203,7 +197,7 @@ def _link_equation(links: _Links, eqn: JaxprEqn, factors: Factors) -> None:
 
 
 def _link_boundary(links: _Links, region: Region) -> None:
-    """Join the branches of each result, and each carry with its next value."""
+    """Each carry has its next value; results have branches."""
     for atoms in region.results:
         _link_arrays(links, atoms)
     for result, source in region.carried:
@@ -213,24 +207,23 @@ def _link_boundary(links: _Links, region: Region) -> None:
 
 
 def _link_arrays(links: _Links, atoms: Sequence[Atom]) -> None:
-    """Join the dimensions that all arrays have."""
     for atom in atoms[1:]:
         for d in range(len(shape_of(atom))):
             links.join(node_of(atoms[0], d), node_of(atom, d))
 
 
 def _limit_array(links: _Links, atom: Atom) -> None:
-    """Make the blocks of groups divide the array's dimensions; block a group with two of them."""
+    """Blocks divide the array's dimensions; two dimensions in one group block it."""
     for d, size in enumerate(shape_of(atom)):
         links.limit(node_of(atom, d), size)
 
-    # Its blocks would lie on the array's diagonal.
+    # Its blocks would lie on the diagonal.
     groups = [links.sets.find(node_of(atom, d)) for d, size in enumerate(shape_of(atom)) if size > 1]
     links.blocked.update(group for group in groups if groups.count(group) > 1)
 
 
 def _held_in_full(region: Region) -> list[Atom]:
-    """Captured arrays and literals: each device holds them in full, and a shard takes its part."""
+    """Captured arrays and literals."""
     captured = [var for part in region.parts for var in part.constvars]
     read = (*(atom for eqn in region.eqns for atom in eqn.invars), *region.result_atoms)
     return [*captured, *(atom for atom in read if is_literal(atom))]

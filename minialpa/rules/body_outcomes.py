@@ -17,7 +17,7 @@ from minialpa.rules.body_groups import Groups, Node, Region, is_made_whole
 from minialpa.rules.factors import Factors, Reduction
 from minialpa.rules.loop_exits import LoopExit, conditions, counters
 
-#: An array in each shard: its part, the same in all shards, zeros in all shards, or a partial result.
+#: In each shard: its part, the same array, zeros, or a partial result.
 State = Literal["split", "same", "zero"] | Reduction
 _REPLICATED = ("same", "zero")
 #: Primitives that pass each array unchanged, in any state.
@@ -33,8 +33,7 @@ def _is_partial(state: State) -> bool:
 class Outcome:
     """The results of a region on shards when one group is split.
 
-    Attributes:
-        sums: numbers of the inputs that carry partial sums: only one shard may have their initial values.
+    sums: inputs that carry partial sums: only one shard may have their initial values.
     """
 
     results: tuple[State, ...]
@@ -68,7 +67,7 @@ def follow(region: Region, groups: Groups, group: Node, zeros: frozenset[Atom]) 
 
 
 def zero_arrays(region: Region) -> frozenset[Atom]:
-    """Arrays that are zero by construction: results of linear equations of the literal 0."""
+    """Zero by construction: linear equations of the literal 0."""
     zeros: set[Atom] = set()
     for eqn in region.eqns:
         factors = region.factors[eqn]
@@ -80,14 +79,13 @@ def zero_arrays(region: Region) -> frozenset[Atom]:
 
 
 def _are_carries_sums(outcome: Outcome, region: Region) -> bool:
-    """Whether partial results have one reduction, and partial carries are sums."""
     carried = {r for r, _ in region.carried}
     partial = {state for state in outcome.results if _is_partial(state)}
     return len(partial) <= 1 and all(outcome.results[r] in ("split", "sum", *_REPLICATED) for r in carried)
 
 
 def _outcome_at_exit(region: Region, followed: _Followed) -> Outcome | None:
-    """The outcome of all iterations; None if shards may exit too early or too late.
+    """None if shards may exit too early or too late.
 
     With a test for each example, `while` keeps the carries of examples whose test is false.
     """
@@ -105,13 +103,13 @@ def _outcome_at_exit(region: Region, followed: _Followed) -> Outcome | None:
 
 
 def _outcome_of_separate_exits(region: Region, outcome: Outcome, loop_exit: LoopExit) -> Outcome | None:
-    """The outcome if shards exit by their own part of a condition: skipped iterations change counters only."""
+    """Shards exit by their own part of a condition: skipped iterations change counters only."""
     raised = counters(region.parts[1], len(region.carried))
     results = list(outcome.results)
     for carry, (r, _) in enumerate(region.carried):
         if carry in loop_exit.kept:
             continue
-        # The condition stays false only if its operands stay.
+            # The condition stays false only with its operands.
         if results[r] not in _REPLICATED or carry in loop_exit.read or carry not in raised:
             return None
         results[r] = "max"
@@ -123,7 +121,7 @@ def _outcome_of_separate_exits(region: Region, outcome: Outcome, loop_exit: Loop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _States:
-    """The states of all arrays of a region when `group` is split; `partial` grows while equations are followed."""
+    """The states of all arrays when `group` is split; `partial` grows while equations are followed."""
 
     groups: Groups
     group: Node
@@ -140,7 +138,7 @@ class _States:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """One iteration; `is_sound` if the rules of all equations allow the split."""
+    """One iteration. is_sound: the rules of all equations allow the split."""
 
     outcome: Outcome
     is_sound: bool
@@ -150,7 +148,6 @@ class _Followed:
 def _follow_once(
     region: Region, groups: Groups, group: Node, zeros: frozenset[Atom], sums: frozenset[int]
 ) -> _Followed:
-    """One iteration, in which the inputs `sums` are partial sums."""
     partial: dict[Atom, State] = {atom: "sum" for i, atom in enumerate(region.inputs) if i in sums}
     states = _States(groups=groups, group=group, zeros=zeros, partial=partial)
     is_sound = True
@@ -166,7 +163,7 @@ def _follow_once(
 
 
 def _common_state(states: Sequence[State]) -> State | None:
-    """The common state of a result in all branches, None if they differ. Zeros fit any state."""
+    """In all branches; None if they differ. Zeros fit any state."""
     found = set(states)
     if len(found) > 1:
         found.discard("zero")
@@ -177,12 +174,12 @@ def _common_state(states: Sequence[State]) -> State | None:
 
 
 def _follow_equation(eqn: JaxprEqn, factors: Factors, split: Collection[int], states: _States) -> bool:
-    """Add partial results to `states` when factors `split` are cut. Returns whether the rule allows it."""
+    """Add partial results to `states`; returns whether the rule allows it. split: the cut factors."""
     is_affected = bool(split) or any(var in states.partial for var in operand_vars(eqn))
     if not eqn.outvars or not is_affected:
         return True
 
-    # A result that is computed in full and cut needs full operands.
+    # A result that is made in full and cut needs full operands.
     operands = [states[atom] for atom in eqn.invars]
     made_whole = any(is_made_whole(eqn, factors, f) for f in split)
     is_sound = not made_whole or all(state in _REPLICATED for state in operands)
@@ -198,7 +195,7 @@ def _follow_equation(eqn: JaxprEqn, factors: Factors, split: Collection[int], st
 def _result_state(
     eqn: JaxprEqn, factors: Factors, split: Collection[int], states: Sequence[State], result: int
 ) -> tuple[State, bool]:
-    """The state of one result, from the states of operands, and whether the rule allows it."""
+    """Also whether the rule allows it."""
     if eqn.primitive.name in _TRANSPARENT:
         return states[result], True
 
@@ -218,7 +215,7 @@ def _result_state(
 def _state_if_cut(
     factors: Factors, factor: int, states: Sequence[State], partial: set[int], result: int
 ) -> tuple[State, bool]:
-    """`_result_state` of a result that `factor` affects. partial: the partial operands."""
+    """partial: the partial operands."""
     if not factors.is_partial(factor, result):
         return "split", not partial
 
@@ -229,7 +226,7 @@ def _state_if_cut(
 
 
 def _state_if_passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
-    """`_result_state` of partial operands of an equation that should be linear in them.
+    """`_result_state` of partial operands in which an equation should be linear.
 
     In a jointly linear equation, such as an addition, other linear operands must be zero, since every shard adds them.
     """
@@ -243,7 +240,7 @@ def _state_if_passed(factors: Factors, states: Sequence[State], partial: set[int
 
 
 def _state_of_logic(eqn: JaxprEqn, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
-    """`_result_state` of a logical function of partial booleans.
+    """`_result_state` of partial booleans.
 
     `any(p) or q` is `any(p or q)`; `any(p) and q` is `any(p and q)` unless q is partial. The same for `all`.
     """

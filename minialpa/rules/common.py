@@ -26,23 +26,32 @@ Dim = tuple[int, ...]
 
 @dataclass(slots=True)
 class FactorTable:
-    """The factors that a rule has made so far; the fields are as in `Factors`."""
+    """Factors so far, as in `Factors`."""
 
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
     positional: set[int] = field(default_factory=set)
     reductions: dict[int, Reduction] = field(default_factory=dict)
+    shifts: dict[int, int] = field(default_factory=dict)
 
     def dim(
-        self, size: int, *, blocked: bool = False, positional: bool = False, reduction: Reduction | None = None
+        self,
+        size: int,
+        *,
+        blocked: bool = False,
+        positional: bool = False,
+        reduction: Reduction | None = None,
+        shift: int | None = None,
     ) -> Dim:
-        """A dimension that is one new factor. Positional factors are blocked."""
+        """A dimension that is one new factor. Positional and shifted factors are blocked."""
         factor = len(self.sizes)
         self.sizes.append(size)
-        if blocked or positional:
+        if blocked or positional or shift is not None:
             self.blocked.add(factor)
         if positional:
             self.positional.add(factor)
+        if shift is not None:
+            self.shifts[factor] = shift
         if reduction is not None:
             self.reductions[factor] = reduction
         return (factor,)
@@ -61,7 +70,7 @@ class FactorTable:
         flops: float = 0.0,
         ramps: Mapping[int, Ramp] = MappingProxyType({}),
     ) -> Factors:
-        """The factors of the equation. Booleans and keys have no sum, so their equations are not linear."""
+        """Booleans and keys have no sum, so their equations are not linear."""
         summed = [*(eqn.invars[i] for i in linear_operands), *eqn.outvars]
         if not linear_operands or not all(is_summable(atom) for atom in summed):
             linear, linear_operands = "none", ()
@@ -87,6 +96,7 @@ class FactorTable:
             linear_operands=tuple(linear_operands),
             flops=flops,
             ramps=ramps,
+            shifts=self.shifts,
         )
 
 

@@ -25,15 +25,14 @@ def _in_order(dims: dict[int, Dim]) -> Dims:
 def _dot_general(eqn: JaxprEqn) -> Factors:
     """`[b i k], [b k j] -> [b i j]   sum(k)`; flops = 2 * b * i * j * k.
 
-    b: batch dimensions; i, j: other dimensions of lhs and rhs; k: contracted dimensions. In the code, factors have
-    numbers. A blocked factor is never split.
+    b: batch dimensions; i, j: other dimensions of lhs and rhs; k: contracted dimensions.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs_shape, rhs_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     table = FactorTable()
 
     batch = table.dims(lhs_shape[i] for i in lhs_batch)
-    # An integer result of floats is rounded; rounded partial sums would change it.
+    # Rounded partial sums would change an integer result of floats.
     is_rounded = is_inexact(eqn.invars[0]) and not is_inexact(eqn.outvars[0])
     contract = tuple(
         table.dim(lhs_shape[i], blocked=is_rounded, reduction=None if is_rounded else "sum") for i in lhs_contract
@@ -55,10 +54,7 @@ def _dot_general(eqn: JaxprEqn) -> Factors:
 
 
 def _local_conv(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Parameters on a shard:
-
-    feature groups = channels of lhs / channels of one kernel; batch groups = batch of lhs / batch of the result.
-    """
+    """feature groups = channels of lhs / channels of one kernel; batch groups = batch of lhs / batch of the result."""
     (lhs, rhs), (out,) = operands, results
     numbers = eqn.params["dimension_numbers"]
     return dict(
@@ -69,7 +65,7 @@ def _local_conv(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 
 def _spatial(table: FactorTable, eqn: JaxprEqn, axis: int, sizes: tuple[int, int, int]) -> tuple[Dim, Dim, Dim]:
-    """Factors of one spatial dimension, of lengths `sizes` in lhs, rhs and result.
+    """Lengths in lhs, rhs and result: `sizes`.
 
     A window of length 1 keeps positions (pointwise convolution). A window as long as its input sums over positions (the
     weight gradient). Every other window mixes neighbours and is blocked.
@@ -91,7 +87,7 @@ def _spatial(table: FactorTable, eqn: JaxprEqn, axis: int, sizes: tuple[int, int
 
 
 def _n_products(eqn: JaxprEqn, axis: int, sizes: tuple[int, int, int]) -> int:
-    """Pairs of result and window positions that meet an element of lhs, not padding or a hole of a dilation."""
+    """Pairs of result and window positions on an element of lhs, not on padding or a hole of a dilation."""
     lhs, rhs, out = sizes
     stride, dilation = eqn.params["window_strides"][axis], eqn.params["lhs_dilation"][axis]
     in_result, in_window = np.arange(out)[:, None] * stride, np.arange(rhs) * eqn.params["rhs_dilation"][axis]

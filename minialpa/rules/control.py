@@ -35,7 +35,6 @@ from minialpa.tracing.flattening import flatten_calls
 
 
 def _inlined_program(closed: Any, inputs: Sequence[Atom] | None = None) -> Block:
-    """The program of a closed jaxpr with calls inlined; on the variables `inputs` if given."""
     flat = flatten_calls(getattr(closed, "jaxpr", closed), tuple(getattr(closed, "consts", ())))
     if inputs is None:
         return flat
@@ -53,7 +52,7 @@ _Run = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], BodyShards], Sequen
 
 
 def _by_position(run: _Run) -> OnShards:
-    """`run`, if the parameters leave open the positions on which the programs depend."""
+    """`run`, if the parameters leave open the positions on which programs depend."""
 
     def on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> Sequence[Any]:
         if "shards" not in params:
@@ -128,7 +127,7 @@ def _scan(eqn: JaxprEqn) -> Factors:
 
 
 def _sums_over_time(eqn: JaxprEqn, splits: BodySplits) -> frozenset[int] | None:
-    """The carries that are sums over iterations; None if iterations depend on each other."""
+    """None if iterations depend on each other."""
     n_consts, n_carry = scan_counts(eqn)
     sums = _summed_carries(splits.region)
     if sums is None or eqn.effects or len(eqn.invars) == n_consts + n_carry:
@@ -178,7 +177,7 @@ def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, 
 
 
 def _run_while(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], shards: BodyShards) -> list[Any]:
-    # Positions are constants of test and body. `lax.while_loop` takes no test for each example, as under vmap.
+    # Positions are constants. `lax.while_loop` takes no test for each example, as under vmap.
     known = shards.starts
     begins = list(known.values())
     n_consts, n_test = len(begins), params["cond_nconsts"]
@@ -243,7 +242,7 @@ def _cond(eqn: JaxprEqn) -> Factors:
 def _summed_carries(region: Region) -> frozenset[int] | None:
     """The carries that are sums over iterations, if all others pass unchanged; else None.
 
-    No iteration reads these sums, so iterations may run in any order.
+    No iteration reads them, so iterations may run in any order.
     """
     (body,) = region.parts
     readers: dict[Atom, list[JaxprEqn]] = defaultdict(list)
@@ -262,7 +261,7 @@ def _summed_carries(region: Region) -> frozenset[int] | None:
 
 
 def _is_summed(carry: Atom, new: Atom, readers: Mapping[Atom, list[JaxprEqn]], results: Sequence[Atom]) -> bool:
-    """Whether the next value of a carry is the carry plus summands."""
+    """Whether its next value is the carry plus summands."""
     value = carry
     while not any(value is result for result in results):
         # Exactly one operand of one addition must read it.

@@ -6,8 +6,8 @@ a mesh without devices, and
     stays          if `partition` accepts the shardings, and its function makes shards of the right shapes
     is blocked     if `partition` returns other shardings or fails, or its function communicates.
 
-A shard runs the function that `partition` returns, without its final `psum` over the devices that split a reduction
-factor: the plan adds partial sums. Without a rule, every device computes the whole operation.
+A shard runs the function of `partition` without its final `psum` over the devices that split a reduction factor: the
+plan adds partial sums. Without a rule, every device computes the whole operation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def _name(eqn: JaxprEqn) -> str:
 
 
 def _rule_of(eqn: JaxprEqn) -> ShardingRule | None:
-    """The sharding rule of a call; None without one."""
     given = eqn.params["sharding_rule"]
     options: Mapping[str, Any] = {}
     if callable(given):
@@ -66,7 +65,7 @@ def _type(atom: Atom) -> Any:
 
 
 def _rule_from_words(text: str, options: dict[str, Any]) -> ShardingRule:
-    """A rule in jax's notation, with the lengths of inner factors in `options`."""
+    """options: also lengths of inner factors."""
     factor_options = {
         name: tuple(options.pop(f"{name}_factors", ())) for name in ("reduction", "need_replication", "permutation")
     }
@@ -94,7 +93,7 @@ def _rule_from_shardy(given: SdyShardingRule) -> ShardingRule:
 
 
 def _without_outer_sizes(text: ShardingRule, sizes: Mapping[str, int]) -> ShardingRule:
-    """Only inner factors keep given lengths: outermost ones are shorter on shards."""
+    """Outermost factors are shorter on shards."""
     inner = text.inner_names()
     return replace(text, sizes=tuple((name, size) for name, size in sizes.items() if name in inner))
 
@@ -107,21 +106,20 @@ def _axis(factor: int) -> str:
 
 
 def _mesh(n_splits: Mapping[int, int]) -> AbstractMesh:
-    """A mesh with an axis for each factor f, of length `n_splits[f]`."""
     names = tuple(map(_axis, n_splits))
     return AbstractMesh(tuple(n_splits.values()), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """Some factors of an equation, each cut into `n_splits[factor]` parts along its own mesh axis."""
+    """Cuts some factors, each into `n_splits[factor]` parts along its own mesh axis."""
 
     eqn: JaxprEqn
     factors: Factors
     n_splits: Mapping[int, int]
 
     def local_function(self, operands: Shapes, results: Shapes) -> Any:
-        """The function for shards of these shapes, as a closed jaxpr. Raises _RefusedError."""
+        """A closed jaxpr. Raises _RefusedError."""
         params, mesh = self.eqn.params, _mesh(self.n_splits)
         whole_operands = [
             self._whole_array(*each) for each in zip(self.eqn.invars, operands, self.factors.operands, strict=True)
@@ -154,7 +152,6 @@ class _Proposal:
         return closed
 
     def _whole_array(self, atom: Atom, local: Sequence[int], dims: Dims) -> Any:
-        """A whole array with the proposed sharding, from its local shape."""
         leading = [self.factors.leading(dim) for dim in dims]
         axes = [None if f is None or f not in self.n_splits else _axis(f) for f in leading]
         shape = [
@@ -163,7 +160,7 @@ class _Proposal:
         return _struct(atom, shape, NamedSharding(_mesh(self.n_splits), PartitionSpec(*axes)))
 
     def _without_sums(self, flat: Block) -> Block:
-        """The function without final sums over reduction factors. Raises _RefusedError for other communication."""
+        """Without final sums over reduction factors. Raises _RefusedError for other communication."""
         reduced = {_axis(f) for f in self.n_splits if self.factors.reductions.get(f) == "sum"}
         read = {atom for eqn in flat.eqns for atom in eqn.invars if not is_literal(atom)}
         summed: dict[Any, Atom] = {}
@@ -185,7 +182,7 @@ def _struct(atom: Atom, shape: Sequence[int], sharding: Any = None) -> Any:
 
 
 def _check_accepted(answered: Any, proposed: Sequence[Any]) -> None:
-    """Raise _RefusedError unless `partition` returns the proposed shardings."""
+    """Raises _RefusedError."""
     leaves = jax.tree.leaves(answered, is_leaf=lambda leaf: leaf is None or isinstance(leaf, jax.sharding.Sharding))
     if len(leaves) != len(proposed):
         raise _RefusedError("`partition` returns a wrong number of shardings")
@@ -197,7 +194,7 @@ def _check_accepted(answered: Any, proposed: Sequence[Any]) -> None:
 
 
 def _spec(sharding: Any, rank: int) -> tuple[Any, ...] | None:
-    """The axes of each dimension; None for shardings without a spec."""
+    """None for shardings without a spec."""
     spec = getattr(sharding, "spec", None)
     if spec is None:
         return None
@@ -206,7 +203,6 @@ def _spec(sharding: Any, rank: int) -> tuple[Any, ...] | None:
 
 
 def _named_axes(eqn: JaxprEqn) -> Iterable[str]:
-    """The mesh axes in the parameters of an equation, and of equations inside it."""
     for name in ("axes", "axis_name", "axis_names"):
         given = eqn.params.get(name, ())
         yield from (axis for axis in (given if isinstance(given, tuple | list) else (given,)) if isinstance(axis, str))
@@ -219,7 +215,7 @@ def _named_axes(eqn: JaxprEqn) -> Iterable[str]:
 
 
 def _factors_of_rule(eqn: JaxprEqn) -> Factors | None:
-    """The factors that the rule proposes; None without a readable rule."""
+    """None without a readable rule."""
     try:
         text = _rule_of(eqn)
     except ShardingError:
@@ -242,7 +238,7 @@ def _accepts(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> bo
 
 
 def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """The parameters with the function for shards. Raises ShardingError if `partition` refuses them."""
+    """Raises ShardingError if `partition` refuses the shards."""
     factors = _factors_of_rule(eqn)
     assert factors is not None, eqn
     n_splits = _n_splits(factors, (*eqn.invars, *eqn.outvars), (*operands, *results))
@@ -259,7 +255,6 @@ def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 
 def _n_splits(factors: Factors, atoms: Sequence[Atom], shapes: Shapes) -> dict[int, int]:
-    """The number of parts of each split factor, from local shapes."""
     n_splits: dict[int, int] = {}
     for atom, dims, local in zip(atoms, (*factors.operands, *factors.results), shapes, strict=True):
         for dim, whole, size in zip(dims, aval_of(atom).shape, local, strict=True):
@@ -273,7 +268,7 @@ def _n_splits(factors: Factors, atoms: Sequence[Atom], shapes: Shapes) -> dict[i
 
 @rule("custom_partitioning", localize=_local_call, named=_name)
 def _custom_partitioning(eqn: JaxprEqn) -> Factors:
-    """The factors of the rule; factors that `partition` refuses are blocked."""
+    """Blocks factors that `partition` refuses."""
     factors = _factors_of_rule(eqn)
     if factors is None or eqn.effects:
         return replicated_factors(eqn, jaxpr_flops(eqn.params["call"]))

@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.ir.equations import has_all, is_inexact, shape_of
+from minialpa.ir.equations import has_all, is_inexact, moves_memory, shape_of
 from minialpa.rules.common import FactorTable, is_complex, is_summable, n_elements
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import rule
 
 
 def _follow(atom: Any, shape: tuple[int, ...], result: Dims) -> Dims:
-    """Dims of an operand that is broadcast to `shape`."""
     if not shape_of(atom):
         return ()
     return tuple(dim if size == n else () for size, n, dim in zip(shape_of(atom), shape, result, strict=True))
@@ -27,7 +26,7 @@ def elementwise(
     *,
     flops_per_element: float = 1.0,
 ) -> Factors:
-    """Factors of an equation whose results have one shape, to which its operands are broadcast."""
+    """Results have one shape, to which operands are broadcast."""
     table = FactorTable()
     shape = shape_of(eqn.outvars[0])
     result = table.dims(shape)
@@ -82,7 +81,7 @@ def _select_n(eqn: JaxprEqn) -> Factors:
 
 
 def _conversion_is_linear(source: Any, target: Any) -> bool:
-    """Whether a conversion is linear: from numbers to floats or complex numbers with all floats of the source.
+    """From numbers to floats or complex numbers with all floats of the source.
 
     Integers may overflow. A narrower float may hold a sum and not its summands. Real numbers lose imaginary parts.
     """
@@ -111,9 +110,11 @@ def _bitcast_convert_type(eqn: JaxprEqn) -> Factors:
 
 @rule("device_put", "optimization_barrier", "minialpa_gradient")
 def _barrier(eqn: JaxprEqn) -> Factors:
-    """n arrays pass unchanged. If all are numbers, partial sums may pass, too."""
+    """Partial sums may pass if all arrays are numbers."""
     table = FactorTable()
     arrays = [table.dims(shape_of(atom)) for atom in eqn.invars]
     numbers = [i for i, atom in enumerate(eqn.invars) if is_summable(atom)]
-    linear: Literal["none", "joint"] = "joint" if len(numbers) == len(eqn.invars) else "none"
+    # Devices do not sum in host memory.
+    is_linear = len(numbers) == len(eqn.invars) and not moves_memory(eqn)
+    linear: Literal["none", "joint"] = "joint" if is_linear else "none"
     return table.build(eqn, arrays, arrays, linear=linear, linear_operands=numbers)

@@ -26,12 +26,12 @@ def is_attention(eqn: JaxprEqn) -> bool:
 
 @functools.lru_cache(2**15)
 def has_contraction(eqn: JaxprEqn) -> bool:
-    """Whether the equation, or one inside it, is a contraction."""
+    """Also inside."""
     return is_contraction(eqn) or any(has_contraction(inner) for body in sub_jaxprs(eqn) for inner in body.eqns)
 
 
 def is_expensive(eqn: JaxprEqn) -> bool:
-    """Whether an equation is too expensive to run once for each equation or task that reads its results."""
+    """Whether one run for each reader of the results is too expensive."""
     return eqn.primitive.name in _EXPENSIVE or bool(sub_jaxprs(eqn))
 
 
@@ -41,5 +41,5 @@ def is_view(eqn: JaxprEqn) -> bool:
 
 
 def reads_in_place(eqn: JaxprEqn) -> bool:
-    """Whether kernels of an equation read one operand without a copy once the others are in memory."""
+    """Whether kernels read one operand without a copy once the others are in memory."""
     return has_contraction(eqn) or eqn.primitive.name == "gather"

@@ -38,7 +38,6 @@ class Ramp:
     block: int
 
     def parts(self, n_positions: int) -> int:
-        """Units of the first `n_positions` positions."""
         steep = min(n_positions, self.most)
         return steep * (steep + 1) // 2 + (n_positions - steep) * self.most
 
@@ -48,7 +47,6 @@ class Factors:
     """Factors of one equation, numbered from 0.
 
     Attributes:
-        sizes: the length of each factor.
         operands, results: for each array and dimension the factors, outermost first, whose lengths multiply to the
             dimension's length. Dimensions of length 1 may have no factors.
         reductions: factors that some result lacks, with the reduction of the partial results.
@@ -56,12 +54,13 @@ class Factors:
             result depends on its position.
         linear: `joint`: the results are linear in all `linear_operands` together (add); `each`: in each of them (mul,
             dot), so not in a variable that is listed twice.
-        flops: of the whole equation.
         unaffected: pairs (factor, result): the result lacks a reduced factor and is equal in all shards, such as the
             counter of a loop.
         counted_once: pairs (factor, operand), such as initial values of sums over a loop; see `takes_part_once`.
         positional: blocked factors that may be split if shards know their positions; see `on_mesh` and `in_time`.
         ramps: factors with unequal work per position.
+        shifts: blocked factors that may be split if devices pass slices on: position i of a result is position
+            i + shift of the operand, modulo the length.
     """
 
     sizes: tuple[int, ...]
@@ -76,18 +75,20 @@ class Factors:
     counted_once: frozenset[tuple[int, int]] = frozenset()
     positional: frozenset[int] = frozenset()
     ramps: Mapping[int, Ramp] = ()  # type: ignore[assignment]
+    shifts: Mapping[int, int] = ()  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reductions", dict(self.reductions))
         object.__setattr__(self, "ramps", dict(self.ramps))
+        object.__setattr__(self, "shifts", dict(self.shifts))
 
     @property
     def splittable(self) -> tuple[int, ...]:
         return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.blocked)
 
     def on_mesh(self) -> Factors:
-        """The factors for mesh axes, which may split positional factors: devices know their positions."""
-        return replace(self, blocked=self.blocked - self.positional)
+        """The factors for mesh axes: devices know their positions, and pass slices to each other."""
+        return replace(self, blocked=self.blocked.difference(self.positional, self.shifts))
 
     def in_time(self, eqn: JaxprEqn) -> Factors:
         """The factors of `eqn` for micro-batches, which may split positional factors of loops and branches.
@@ -97,15 +98,14 @@ class Factors:
         return self.on_mesh() if self.positional and is_control_flow(eqn) else self
 
     def leading_factor(self, operand: int, dim: int) -> int | None:
-        """`leading` of dimension `dim` of an operand."""
+        """See `leading`."""
         return self.leading(self.operands[operand][dim])
 
     def leading(self, dim: tuple[int, ...]) -> int | None:
-        """The factor that is split when a dimension is cut into contiguous blocks: the first longer than 1."""
+        """The factor that contiguous blocks of a dimension split: the first longer than 1."""
         return next((f for f in dim if self.sizes[f] > 1), None)
 
     def is_partial(self, factor: int, result: int) -> bool:
-        """Whether shards along `factor` leave partial values of a result."""
         has_factor = any(factor in dim for dim in self.results[result])
         return factor in self.reductions and not has_factor and (factor, result) not in self.unaffected
 
@@ -123,23 +123,22 @@ class Factors:
         return (self.linear == "joint" and operand in self.linear_operands) or (factor, operand) in self.counted_once
 
     def shape(self, dims: Dims, n_splits: Mapping[int, int]) -> tuple[int, ...]:
-        """Local shape of an array with factors split into `n_splits[factor]` parts."""
+        """Local shape, with factors in `n_splits[factor]` parts."""
         return tuple(math.prod(self.sizes[f] // n_splits.get(f, 1) for f in dim) for dim in dims)
 
     def local_shapes(self, n_splits: Mapping[int, int]) -> tuple[Shapes, Shapes]:
-        """`shape` of all operands, and of all results."""
         operands = tuple(self.shape(dims, n_splits) for dims in self.operands)
         return operands, tuple(self.shape(dims, n_splits) for dims in self.results)
 
     def n_shares(self, factor: int, n: int) -> float:
-        """Work of the whole over work of the busiest of n parts along a factor; n if all work equally."""
+        """Work of the whole over work of the busiest of n parts; n if all work equally."""
         if factor not in self.ramps:
             return n
         size, work = self.sizes[factor], self.ramps[factor].parts
         return work(size) / (work(size) - work(size - size // n))
 
     def may_balance(self, factor: int, n: int) -> bool:
-        """Whether n parts along a factor may exchange halves for about equal work.
+        """Whether n parts may exchange halves for about equal work.
 
         Parts i and n - 1 - i exchange their second halves, which consist of whole blocks.
         """
@@ -148,7 +147,7 @@ class Factors:
         return self.sizes[factor] % (2 * n * self.ramps[factor].block) == 0
 
     def n_balanced_shares(self, factor: int, n: int) -> float:
-        """`n_shares` after the exchange of `may_balance`."""
+        """After the exchange of `may_balance`."""
         size, work = self.sizes[factor], self.ramps[factor].parts
         until = [work(half * size // (2 * n)) for half in range(2 * n + 1)]
         halves = [end - start for start, end in itertools.pairwise(until)]
@@ -160,7 +159,7 @@ class Factors:
             return False
         for dims in (*self.operands, *self.results):
             for dim in dims:
-                # With an outer factor in the same dimension, the blocks would be strided.
+                # After an outer factor, the blocks would be strided.
                 if factor in dim and any(self.sizes[f] > 1 for f in dim[: dim.index(factor)]):
                     return False
         return True
@@ -189,10 +188,9 @@ _COMBINED: Mapping[Reduction, tuple[Callable[..., Any], Callable[..., Any]]] = M
 
 
 def combine(how: Reduction, a: Any, b: Any) -> Any:
-    """The reduction of two partial results in their dtype: integers wrap around, and NaN stays."""
+    """Of two partial results in their dtype: integers wrap around, and NaN stays."""
     return _COMBINED[how][0](a, b)
 
 
 def combine_along(how: Reduction, parts: Any) -> Any:
-    """`combine` of all `parts`, along their first dimension."""
     return _COMBINED[how][1](parts, (0,))

@@ -27,19 +27,18 @@ from minialpa.tracing.evaluation import eval_on_shards
 
 
 def _interleave(n: int, placed: Sequence[int], window: Sequence[Dim], batch: Sequence[Dim]) -> tuple[Dim, ...]:
-    """`n` dimensions: `window` at the positions `placed`, `batch` at the others."""
+    """`placed`: positions of `window`."""
     at_window = dict(zip(placed, window, strict=True))
     rest = iter(batch)
     return tuple(at_window[i] if i in at_window else next(rest) for i in range(n))
 
 
 def _shared_dims(operand_dims: Sequence[int], index_dims: Sequence[int], batch: Sequence[Dim]) -> dict[int, Dim]:
-    """Dimensions of the operand that are batch dimensions of indices, too."""
     return {i: batch[j] for i, j in zip(operand_dims, index_dims, strict=True)}
 
 
 def _local_gather(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """A split window dimension is taken whole, so its slice is the shard."""
+    """The slice of a split window dimension is the shard."""
     sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params["slice_sizes"], strict=True)
     return dict(eqn.params, slice_sizes=tuple(local if taken == size else taken for size, local, taken in sizes))
 
@@ -56,10 +55,9 @@ def _fills_linearly(eqn: JaxprEqn) -> bool:
 class _LocalIndices:
     """Index vectors [b n], clamped to the whole array as in mode CLIP, in a shard.
 
-    Attributes:
-        local: [b n] int32, relative to the beginning of the shard.
-        is_mine: [b] bool, whether the window is in this shard.
-        is_valid: [b] bool, whether clamping did not change the indices.
+    local: [b n] int32, relative to the beginning of the shard.
+    is_mine: [b] bool, whether the window is in this shard.
+    is_valid: [b] bool, whether clamping did not change the indices.
     """
 
     local: Any
@@ -71,7 +69,7 @@ def _local_indices(indices: Any, last: Sequence[int], last_here: Sequence[int], 
     """The windows of a shard; each argument has a value for each of the n components of an index vector.
 
     last: largest start of a window in the whole array.
-    last_here: largest start in the shard, relative to the beginning of the shard.
+    last_here: the same in the shard, relative to its beginning.
     starts: the beginning of the shard.
     """
 
@@ -93,7 +91,7 @@ def _mode(params: Mapping[str, Any]) -> GatherScatterMode:
 
 
 def _gather_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """The windows in this shard, and zeros for others. Only the first shard has fill values for invalid indices."""
+    """Zeros for windows of other shards. Only the first shard has fill values for invalid indices."""
     table, indices = operands
     numbers, shape = params["dimension_numbers"], shape_of(eqn.invars[0])
     dims = numbers.start_index_map
@@ -157,7 +155,7 @@ _COMBINED: dict[str, Reduction] = {
 
 
 def _scatter_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """Apply the updates of windows in this shard; indices out of bounds drop the others."""
+    """Indices out of bounds drop the updates of other shards."""
     operand, indices, updates = operands
     numbers = params["dimension_numbers"]
 

@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.ir.equations import is_literal, sub_jaxprs
 from minialpa.rules.known_integers import CALLS, UNKNOWN, KnownScalar, compute, constant, read
 
-#: Prefixes of primitives that do more than compute on the blocks of one iteration.
+#: Prefixes of primitives beyond the blocks of one iteration.
 _BEYOND_BLOCKS = (
     "all_", "axis_index", "barrier", "debug", "delay", "device_id", "dma", "get_barrier", "io_callback", "ppermute",
     "prng", "psum", "pure_callback", "semaphore",
@@ -48,7 +48,7 @@ def positions_read(body: Any) -> set[int]:
 
 
 class _CarriedError(Exception):
-    """The body may read scratch memory before it writes it."""
+    """A read of scratch memory may precede its write."""
 
 
 #: The number of the scratch memory of each variable; for each number, a mask of written elements.
@@ -59,7 +59,7 @@ _Written = dict[int, np.ndarray]
 def carries(body: Any, n_scratch: int, inner_axes: set[int]) -> bool:
     """Whether an iteration at position 0 of all `inner_axes` may read values of an earlier one from scratch memory.
 
-    body: the jaxpr of the kernel; its last `n_scratch` operands are the scratch memory.
+    body: a jaxpr whose last `n_scratch` operands are the scratch memory.
     """
     scratch = body.invars[len(body.invars) - n_scratch :]
     written = {i: np.zeros(var.aval.shape, bool) for i, var in enumerate(scratch)}
@@ -73,12 +73,12 @@ def carries(body: Any, n_scratch: int, inner_axes: set[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _FirstIteration:
-    """Follows a body at position 0 along `inner_axes`; other positions are unknown."""
+    """At position 0 along `inner_axes`; other positions are unknown."""
 
     inner_axes: frozenset[int]
 
     def body(self, jaxpr: Any, values: dict[Var, KnownScalar], names: _Names, written: _Written) -> list[KnownScalar]:
-        """The results of a jaxpr; marks in `written` the elements that it certainly writes."""
+        """Marks in `written` the elements that the jaxpr certainly writes."""
         uses = Counter(atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom))
         uses.update(atom for atom in jaxpr.outvars if not is_literal(atom))
         for eqn in jaxpr.eqns:
@@ -96,7 +96,7 @@ class _FirstIteration:
     def _touch(
         self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written, *, is_read: bool
     ) -> None:
-        """Follow an equation on scratch memory. is_read: whether its result has a reader."""
+        """is_read: whether the result has a reader."""
         match eqn.primitive.name:
             case "get":
                 self._read(eqn, values, names, written, n_before=1)
@@ -125,7 +125,6 @@ class _FirstIteration:
         written: _Written,
         values: Mapping[Var, KnownScalar] | None = None,
     ) -> None:
-        """Follow an inner jaxpr; without `values`, its operands are unknown."""
         jaxpr = getattr(closed, "jaxpr", closed)
         if len(jaxpr.invars) != len(operands):
             raise _CarriedError
@@ -135,7 +134,7 @@ class _FirstIteration:
         self.body(jaxpr, known, inner, written)
 
     def _branches(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written) -> None:
-        """Follow the branch that runs or, if unknown, all: each must write an element."""
+        """If the branch is unknown, all must write an element."""
         branches = eqn.params["branches"]
         index = read(values, eqn.invars[0]).known
         if index is not None:
@@ -154,7 +153,7 @@ class _FirstIteration:
     def _read(
         self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written, *, n_before: int
     ) -> None:
-        """Raise unless all elements that are read are written. n_before: number of operands before indices."""
+        """Raise unless all read elements are written. n_before: operands before indices."""
         if any(not is_literal(atom) and atom in names for atom in eqn.invars[1:]):
             raise _CarriedError
         region = self._region(eqn, values, n_before)
@@ -170,7 +169,7 @@ class _FirstIteration:
             written[names[_accessed_memory(eqn)]][region] = True
 
     def _region(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], n_before: int) -> tuple[Any, ...] | None:
-        """The elements of a `get` or `swap`, as a NumPy index; None if unknown."""
+        """Of a `get` or `swap`, as a NumPy index; None if unknown."""
         transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[n_before:])
         if not transforms:
             return (...,)

@@ -19,9 +19,8 @@ from minialpa.ir.equations import Atom, aval_of, is_literal, sub_jaxprs
 class KnownScalar:
     """A scalar of a program.
 
-    Attributes:
-        known: the value at each point of the grid, of length 1 along axes on which it does not depend; None if unknown.
-        axes: the axes of the grid on which it may depend.
+    known: the value at each point of the grid, of length 1 along axes on which it does not depend; None if unknown.
+    axes: the axes of the grid on which it may depend.
     """
 
     known: np.ndarray | None
@@ -29,7 +28,7 @@ class KnownScalar:
 
 
 def constant(value: Any) -> KnownScalar:
-    """A constant value; Python integers have 32 bits, as in kernels."""
+    """Python integers have 32 bits, as in kernels."""
     return KnownScalar(np.asarray(value, np.int32) if isinstance(value, int) else np.asarray(value))
 
 
@@ -38,7 +37,7 @@ UNKNOWN = KnownScalar(None)
 
 
 def _quotient(x: Any, y: Any) -> Any:
-    """Division of integers towards zero, as in lax."""
+    """Towards zero, as in lax."""
     magnitude = np.abs(x) // np.maximum(np.abs(y), 1)
     return np.where((x < 0) != (y < 0), -magnitude, magnitude)
 
@@ -85,7 +84,7 @@ def read(values: Mapping[Var, KnownScalar], atom: Atom) -> KnownScalar:
 
 
 def compute(eqn: JaxprEqn, operands: Sequence[KnownScalar]) -> list[KnownScalar]:
-    """The results of an equation; unknown unless its operands are known."""
+    """Unknown unless operands are known."""
     axes = frozenset[int]().union(*(operand.axes for operand in operands))
     known = [operand.known for operand in operands]
     name = eqn.primitive.name

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """For each dimension of each array, the int32 index at which a shard begins; 0 if no positional factor is split."""
+    """For each dimension of each array, the int32 begin of a shard; 0 if no positional factor is split."""
 
     operands: tuple[tuple[Any, ...], ...]
     results: tuple[tuple[Any, ...], ...]
@@ -60,7 +60,7 @@ def cached(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def forget() -> None:
-    """Empty the caches of `cached`, whose values depend on the rules."""
+    """The caches depend on the rules."""
     for cache in _CACHES:
         cache.cache_clear()
 
@@ -72,7 +72,7 @@ def rule(
     by_equal_operands: bool = False,
     named: Callable[[JaxprEqn], str] | None = None,
 ) -> Callable[[Rule], Rule]:
-    """Register the rule of one or more primitives, by name. Raises VerifyError if a primitive has one.
+    """Register the rule of primitives, by name. Raises VerifyError if a primitive has one.
 
     localize: the parameters on shards, for a primitive with shapes among its parameters.
     on_shards: the results on a shard, for a primitive with positional factors.
@@ -103,7 +103,7 @@ def known_primitives() -> tuple[str, ...]:
 
 
 def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
-    """Sorted names of operations without a rule, including loops and branches: every device computes them in full."""
+    """Sorted names, also from loops and branches: every device computes these operations in full."""
     names: set[str] = set()
     for eqn in eqns:
         name = eqn.primitive.name
@@ -119,19 +119,19 @@ def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
 
 
 def operation_name(eqn: JaxprEqn) -> str:
-    """The user's name of a kernel; otherwise the primitive's name."""
+    """The user's name of a kernel, or the primitive's."""
     entry = _RULES.get(eqn.primitive.name)
     return str(eqn.primitive.name) if entry is None or entry.named is None else entry.named(eqn)
 
 
 def is_kernel(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs a kernel, whose code the planner does not plan."""
+    """The planner does not plan a kernel's code."""
     entry = _RULES.get(eqn.primitive.name)
     return entry is not None and entry.named is not None
 
 
 def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
-    """Factors that replicate an equation: every dimension is a blocked factor."""
+    """Every dimension is a blocked factor."""
     sizes: list[int] = []
 
     def fresh(atom: Any) -> Dims:
@@ -149,7 +149,7 @@ def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
 
 @cached(maxsize=2**15)
 def factors_of(eqn: JaxprEqn) -> Factors:
-    """The factors of an equation by its primitive's rule; `replicated_factors` without a rule, or with side effects.
+    """By its primitive's rule; `replicated_factors` without a rule, or with side effects.
 
     One device runs an equation with side effects for all others, and loops and branches around it. Results are cached:
     planning asks for them dozens of times.
@@ -164,8 +164,7 @@ def factors_of(eqn: JaxprEqn) -> Factors:
 class RuleKey:
     """Equations with equal keys differ only in names and literals, which rules do not read.
 
-    Attributes:
-        key: primitive, parameters, shapes, dtypes and jax context.
+    key: primitive, parameters, shapes, dtypes and jax context.
     """
 
     key: Hashable
@@ -173,7 +172,7 @@ class RuleKey:
 
 
 def kind_of(eqn: JaxprEqn) -> RuleKey:
-    """The kind of an equation; unhashable if a parameter is."""
+    """Unhashable if a parameter is."""
     arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
     entry = _RULES.get(eqn.primitive.name)
     equal = equal_operands(eqn) if entry is not None and entry.by_equal_operands else ()
@@ -186,7 +185,7 @@ def _factors(kind: RuleKey) -> Factors:
 
 
 def equal_operands(eqn: JaxprEqn) -> tuple[int, ...]:
-    """For each operand, the number of the first one that is the same array."""
+    """For each operand, the first one that is the same array."""
     first: dict[Hashable, int] = {}
     return tuple(first.setdefault(_array_key(atom), k) for k, atom in enumerate(eqn.invars))
 

@@ -18,6 +18,7 @@ from minialpa.ir.equations import shape_of
 from minialpa.rules.common import Dim, FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import Starts, rule
+from minialpa.tracing.rotation import rotate_p
 
 
 def _factors_of_move(eqn: JaxprEqn, table: FactorTable, operand: Dims, result: Dims) -> Factors:
@@ -30,7 +31,7 @@ def _local_shape(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, 
 
 @rule("broadcast_in_dim", localize=_local_shape)
 def _broadcast_in_dim(eqn: JaxprEqn) -> Factors:
-    """New dimensions, and dimensions that grow from length 1, are factors of the result alone."""
+    """Dimensions that are new, or grow from length 1, are factors of the result alone."""
     table = FactorTable()
     shape = shape_of(eqn.outvars[0])
     result = table.dims(shape)
@@ -64,6 +65,15 @@ def _rev(eqn: JaxprEqn) -> Factors:
     return _factors_of_move(eqn, table, dims, dims)
 
 
+@rule(rotate_p.name)
+def _rotate(eqn: JaxprEqn) -> Factors:
+    table = FactorTable()
+    rotated, shift = eqn.params["dim"], eqn.params["shift"]
+    shape = shape_of(eqn.invars[0])
+    dims = tuple(table.dim(size, shift=shift if i == rotated else None) for i, size in enumerate(shape))
+    return _factors_of_move(eqn, table, dims, dims)
+
+
 def _local_tile(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
     sizes = zip(operands[0], results[0], eqn.params["reps"], strict=True)
     return dict(eqn.params, reps=tuple(tiled // size if size else n_reps for size, tiled, n_reps in sizes))
@@ -81,7 +91,6 @@ def _tile(eqn: JaxprEqn) -> Factors:
 
 
 def _dims_joined_along(table: FactorTable, shapes: Sequence[tuple[int, ...]], axis: int) -> list[Dims]:
-    """Dims of arrays that agree in all dimensions except `axis`."""
     common = table.dims(shapes[0][:axis] + shapes[0][axis + 1 :])
     return [(*common[:axis], table.dim(shape[axis], blocked=True), *common[axis:]) for shape in shapes]
 
@@ -146,7 +155,7 @@ def _empty(eqn: JaxprEqn) -> Factors:
 
 
 def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
-    """Factors of two shapes of one row-major array: from the outside, always the largest common divisor.
+    """Of two shapes of one row-major array: from the outside, always the largest common divisor.
 
     `[8 6] -> [4 12]` is `[(4 2) 6] -> [4 (2 6)]`. If the remaining lengths of two dimensions have no common divisor,
     both shapes get blocked factors until their strides agree.
@@ -179,7 +188,6 @@ def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[i
 def _block_until_aligned(
     table: FactorTable, left: list[list[int]], left_dims: list[Dim], right: list[list[int]], right_dims: list[Dim]
 ) -> None:
-    """Give dimensions of both shapes blocked factors until both have equally many elements."""
     n_left = n_right = 1
     while n_left != n_right or n_left == 1:
         pending, dims = (left, left_dims) if n_left <= n_right else (right, right_dims)
@@ -210,7 +218,6 @@ def _reshape(eqn: JaxprEqn) -> Factors:
 def _whole_or_blocked(
     table: FactorTable, source: Sequence[int], target: Sequence[int], is_whole: Sequence[bool]
 ) -> tuple[Dims, Dims]:
-    """Dims of two arrays: a shared factor for each whole dimension, blocked factors for others."""
     pairs = []
     for source_size, target_size, whole in zip(source, target, is_whole, strict=True):
         dim = table.dim(source_size, blocked=not whole)
@@ -231,7 +238,7 @@ def _pad(eqn: JaxprEqn) -> Factors:
 
 
 def _local_slice(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """A split dimension is whole, so the slice ends where the shard ends."""
+    """A split dimension is whole, so the slice ends with the shard."""
     sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params["limit_indices"], strict=True)
     return dict(eqn.params, limit_indices=tuple(limit if local == size else local for size, local, limit in sizes))
 

@@ -25,9 +25,8 @@ from minialpa.tracing.values import ValueNumbering, producers_of
 class LoopExit:
     """Facts about every iteration that begins with a false condition.
 
-    Attributes:
-        kept: numbers of the carries that the iteration does not change.
-        read: numbers of the carries from which the condition is computed.
+    kept: the carries that the iteration does not change.
+    read: the carries from which the condition is computed.
     """
 
     kept: frozenset[int]
@@ -35,7 +34,7 @@ class LoopExit:
 
 
 def conditions(test: Block) -> list[Atom]:
-    """The conditions of another iteration, which a test joins by `and`."""
+    """The test joins them by `and`."""
     producers = producers_of(test)
     found, todo = [], list(test.outvars)
     while todo:
@@ -51,8 +50,8 @@ def conditions(test: Block) -> list[Atom]:
 def loop_exits(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -> dict[Atom, LoopExit]:
     """The exit of each condition of a loop.
 
-    n_carries: number of carries, the last inputs of `test` and of `body`.
-    equal: the number of the first input that is the same array, for each constant of the test and input of the body.
+    n_carries: the last inputs of `test` and of `body`.
+    equal: the first input that is the same array, for each constant of the test and input of the body.
     """
     values = ValueNumbering()
     n_own = len(test.invars) - n_carries
@@ -78,7 +77,7 @@ def loop_exits(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -
 
 
 def counters(body: Block, n_carries: int) -> frozenset[int]:
-    """Numbers of the carries that every iteration raises by 1: of two shards, the later to exit has the larger one."""
+    """The carries that every iteration raises by 1: of two shards, the later to exit has the larger one."""
     producers = producers_of(body)
     carries = body.invars[len(body.invars) - n_carries :]
     found = set()
@@ -94,7 +93,6 @@ def counters(body: Block, n_carries: int) -> frozenset[int]:
 
 
 def _inputs_of(atom: Atom, part: Block) -> set[Atom]:
-    """The variables, inputs included, from which a value is computed."""
     needed = {atom}
     for eqn in reversed(part.eqns):
         if not needed.isdisjoint(eqn.outvars):

@@ -75,7 +75,6 @@ def _array(part: str, text: str) -> ArrayRule:
 
 
 def _check_rule(rule: ShardingRule) -> None:
-    """Raise ShardingError if the parts of a rule contradict each other."""
     names = rule.names()
     for what, given in (
         ("reductions", dict(rule.reductions)),
@@ -106,7 +105,7 @@ def _check_rule(rule: ShardingRule) -> None:
 
 
 def _check_factor_sizes(rule: ShardingRule) -> None:
-    """Raise ShardingError for the length of an outermost factor, and for one that is no positive integer."""
+    """Raise ShardingError for the length of an outermost factor, or if it is no positive integer."""
     inner = rule.inner_names()
     whole = {dim[0] for array in rule.arrays for dim in array.dims if len(dim) == 1}
     for name, size in rule.sizes:
@@ -121,7 +120,7 @@ def _check_factor_sizes(rule: ShardingRule) -> None:
 
 
 def _check_diagonals(rule: ShardingRule) -> None:
-    """Raise ShardingError if an array has a factor twice, and the factor may be split."""
+    """Raise ShardingError if an array has a factor twice that may be split."""
     for i, array in enumerate(rule.arrays):
         names = [name for dim in array.dims for name in dim]
         twice = next((name for name in names if names.count(name) > 1 and name not in rule.replicated), None)

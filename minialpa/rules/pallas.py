@@ -30,7 +30,7 @@ from minialpa.rules.registered import jaxpr_flops
 from minialpa.support.divisors import divisors
 from minialpa.support.private_jax import KernelArray, KernelGrid, kernel_grid, local_kernel_params, written_operands
 
-#: Most positions of a grid for which index maps are computed.
+#: Index maps are computed for grids of at most so many positions.
 _MOST_POSITIONS = 2**20
 
 
@@ -38,8 +38,7 @@ _MOST_POSITIONS = 2**20
 class _Cut:
     """An axis of a grid that may be cut, into at most `parts` parts.
 
-    Attributes:
-        dims: for each array, the dimension that follows the axis.
+    dims: for each array, the dimension that follows the axis.
     """
 
     axis: int
@@ -48,7 +47,6 @@ class _Cut:
 
 
 def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
-    """The axes that may be cut."""
     body = eqn.params["jaxpr"]
     n_read = len(body.invars) - grid.n_scratch - grid.n_results
     writes_operands = any(number < n_read for number in written_operands(body))
@@ -65,7 +63,7 @@ def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
 
 
 def _interchangeable_axes(body: Any, grid: KernelGrid) -> Iterator[int]:
-    """The axes whose position the body does not read, and along which it carries no values."""
+    """The body neither reads its position along these axes nor carries values."""
     # The axes of `vmap` have no number in the body.
     own_axes = [axis for axis in range(len(grid.sizes)) if axis not in grid.vmapped]
     asked = {own_axes[axis] for axis in positions_read(body)}
@@ -80,7 +78,7 @@ def _interchangeable_axes(body: Any, grid: KernelGrid) -> Iterator[int]:
 
 
 def _indices(array: KernelArray, grid: KernelGrid) -> list[KnownScalar]:
-    """For each dimension, the block index over the grid."""
+    """By dimension, over the grid."""
     n_axes = len(grid.sizes)
     positions = [
         KnownScalar(
@@ -93,20 +91,20 @@ def _indices(array: KernelArray, grid: KernelGrid) -> list[KnownScalar]:
 
 
 def _largest_cut(grid: KernelGrid, indices: Sequence[Sequence[KnownScalar]], axis: int) -> _Cut | None:
-    """The cut of an axis into the most parts. indices: for each array, from `_indices`."""
+    """indices: by array."""
     cuts = (_cut(grid, indices, axis, parts) for parts in reversed(divisors(grid.sizes[axis])[1:]))
     return next((cut for cut in cuts if cut is not None), None)
 
 
 def _cut(grid: KernelGrid, indices: Sequence[Sequence[KnownScalar]], axis: int, parts: int) -> _Cut | None:
-    """The cut of an axis into this many parts; None if an array does not allow it."""
+    """None if an array does not allow it."""
     dims: list[int | None] = []
     part_size = grid.sizes[axis] // parts
     for array, values in zip(grid.arrays, indices, strict=True):
         n_blocks = [length // block if block and length % block == 0 else None
                     for length, block in zip(array.shape, array.blocks, strict=True)]  # fmt: skip
         found = [_relation(n, value, axis, part_size) for n, value in zip(n_blocks, values, strict=True)]
-        # The blocks of a part would lie on the array's diagonal.
+        # The blocks of a part would lie on the diagonal.
         if "other" in found or found.count("follows") > 1:
             return None
         dims.append(found.index("follows") if "follows" in found else None)
@@ -115,7 +113,7 @@ def _cut(grid: KernelGrid, indices: Sequence[Sequence[KnownScalar]], axis: int, 
     n_operands = len(dims) - grid.n_results
     if None in dims[n_operands:]:
         return None
-    # An operand and a result in the same memory are cut alike.
+    # Operand and result in the same memory are cut alike.
     if any(dims[i - grid.n_index] != dims[n_operands + o] for i, o in grid.aliases):
         return None
     return _Cut(axis=axis, parts=parts, dims=tuple(dims))
@@ -124,9 +122,9 @@ def _cut(grid: KernelGrid, indices: Sequence[Sequence[KnownScalar]], axis: int, 
 def _relation(
     n_blocks: int | None, value: KnownScalar, axis: int, part_size: int
 ) -> Literal["follows", "independent", "other"]:
-    """The relation of an axis to a dimension with the block indices `value`: the formulas of the module.
+    """To a dimension with the block indices `value`: the formulas of the module.
 
-    n_blocks: number of blocks of the dimension; None if they do not divide it.
+    n_blocks: of the dimension; None if they do not divide it.
     """
     known = value.known
     if known is None:
@@ -147,7 +145,6 @@ def _relation(
 
 
 def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Parameters with the grid of the parts on a shard."""
     grid = kernel_grid(eqn.params)
     shapes = (*operands[grid.n_index :], *results)
     sizes = list(grid.sizes)
@@ -182,7 +179,7 @@ def _pallas_call(eqn: JaxprEqn) -> Factors:
 
 
 def _dims(table: FactorTable, array: KernelArray, a: int, cuts: Sequence[_Cut], factors: Mapping[int, Dim]) -> Dims:
-    """Dims of an array: (U parts of the axis that a dimension follows, blocked rest)."""
+    """(parts of the axis that the dimension follows, blocked rest)."""
     dims = []
     for d, length in enumerate(array.shape):
         cut = next((cut for cut in cuts if cut.dims[a] == d), None)

@@ -25,7 +25,7 @@ from minialpa.support.private_jax import under_settings_of
 
 
 def _are_keys_independent(eqn: JaxprEqn) -> bool:
-    """Whether each key draws as if alone: under `vmap`, RBG draws from the first key."""
+    """Under `vmap`, RBG draws from the first key."""
     keys: Any = eqn.invars[0].aval
     return str(keys.dtype) == "key<fry>"
 
@@ -60,7 +60,7 @@ def _local_bits(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 
 def _bits_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """The bits of a shard, equal to its part of jax's threefry bits for the whole array."""
+    """The shard's part of jax's threefry bits for the whole array."""
     (keys,) = operands
     lead, shape = tuple(range(keys.ndim)), (*keys.shape, *params["shape"])
 

@@ -91,7 +91,7 @@ def _top_k(eqn: JaxprEqn) -> Factors:
 
 
 def _batched_dims(table: FactorTable, eqn: JaxprEqn, batch: Dims) -> tuple[list[Dims], list[Dims]]:
-    """Dims of operands and of results: `batch`, then blocked dimensions."""
+    """`batch`, then blocked dimensions."""
 
     def dims(shape: tuple[int, ...]) -> Dims:
         return batch + table.dims(shape[len(batch) :], blocked=True)
@@ -130,7 +130,7 @@ _CUBIC: dict[str, float] = {
 
 @rule("lu_pivots_to_permutation", *_CUBIC)
 def _decomposition(eqn: JaxprEqn) -> Factors:
-    """The last two dimensions of the first operand are matrices (for pivots, the last one); others are batch."""
+    """The last two dimensions of the first operand are matrices (for pivots, the last one)."""
     table = FactorTable()
     name, shape = eqn.primitive.name, shape_of(eqn.invars[0])
     n_core = 1 if name == "lu_pivots_to_permutation" else 2
@@ -140,7 +140,7 @@ def _decomposition(eqn: JaxprEqn) -> Factors:
 
 @rule("triangular_solve")
 def _triangular_solve(eqn: JaxprEqn) -> Factors:
-    """`a x = b` or `x a = b`: the right-hand sides are independent. flops = n**2 for each of them."""
+    """`a x = b` or `x a = b`: right-hand sides are independent, with n**2 flops each."""
     table = FactorTable()
     a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     batch = table.dims(a[:-2])
@@ -164,7 +164,7 @@ def _is_trivial(eqn: JaxprEqn, i: int) -> bool:
 
 
 def _windowed_dims(table: FactorTable, eqn: JaxprEqn, large: Sequence[int], small: Sequence[int]) -> tuple[Dims, Dims]:
-    """Dims of the array under the windows, and of the array with one element per window."""
+    """Of the array under the windows, and of the array with one element per window."""
     pairs = []
     for i, (size, n_windows) in enumerate(zip(large, small, strict=True)):
         is_trivial = _is_trivial(eqn, i)

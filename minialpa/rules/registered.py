@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 
 from minialpa.errors import ShardingError
-from minialpa.ir.equations import aval_of, is_weak, sub_jaxprs
+from minialpa.ir.equations import aval_of, is_weak, sub_jaxprs, type_of
 from minialpa.rules.common import n_elements
 from minialpa.rules.factors import Factors, Shapes
 from minialpa.rules.known_rules import factors_of, forget, has_rule, is_kernel, replicated_factors, rule
@@ -60,12 +60,12 @@ def check_shards(eqn: JaxprEqn, factors: Factors, names: Sequence[str], operatio
 
 
 def elements_made(eqn: JaxprEqn) -> float:
-    """The assumed flops of unknown code: one for each element of the largest result."""
+    """Assumed flops of unknown code: one for each element of the largest result."""
     return float(max((n_elements(var) for var in eqn.outvars), default=0))
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
-    """Floating point operations of a jaxpr by the rules of its equations, loops and branches included."""
+    """Loops and branches included."""
     return sum(_equation_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
@@ -99,7 +99,7 @@ _TARGETS: dict[str, _UserRule] = {}
 
 
 def registered_rules(eqns: Sequence[JaxprEqn]) -> list[tuple[str, ShardingRule]]:
-    """The rules of users for primitives and targets, and for functions in these equations, by name."""
+    """For primitives and targets, and for functions in these equations, by name."""
     named = [(name, rules[name].text) for rules in (_PRIMITIVES, _TARGETS) for name in sorted(rules)]
     return named + list(_function_rules(eqns))
 
@@ -115,7 +115,7 @@ def _function_rules(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[str, ShardingRul
 def register_primitive(
     name: str, text: ShardingRule, *, localize: ParamsOf | None, flops: Flops | None, check: bool
 ) -> None:
-    """Give a primitive a rule. Raises ShardingError if it has one."""
+    """Raises ShardingError if the primitive has a rule."""
     if has_rule(name):
         raise ShardingError(f"The primitive `{name}` already has a sharding rule. Remove the second rule for it.")
 
@@ -144,10 +144,7 @@ def _factors_by(
 
 
 def register_target(name: str, text: ShardingRule, *, flops: Flops | None, check: bool) -> None:
-    """Give calls of a foreign function a rule. Raises ShardingError if they have one.
-
-    text: the parsed rule. check: see `_UserRule`.
-    """
+    """Raises ShardingError if calls of the foreign function have a rule. check: see `_UserRule`."""
     if name in _TARGETS:
         raise ShardingError(f"The FFI target `{name}` already has a sharding rule. Remove the second rule for it.")
     _TARGETS[name] = _UserRule(text, flops, check)
@@ -166,7 +163,7 @@ def _target_name(eqn: JaxprEqn) -> str:
 
 @rule("ffi_call", localize=_local_call, named=_target_name)
 def _ffi_call(eqn: JaxprEqn) -> Factors:
-    """By the rule of the target: `vmap_method` does not give the number of dimensions that `vmap` has added."""
+    """By the target's rule: `vmap_method` does not give the number of dimensions that `vmap` has added."""
     target = _TARGETS.get(eqn.params["target_name"])
     if target is None or eqn.effects:
         return replicated_factors(eqn, elements_made(eqn))
@@ -194,9 +191,8 @@ class OpaqueFunction:
         check: bool = True,
     ) -> None:
         """fun: maps arrays to a list of arrays.
-        text: the rule of `fun`.
-        flops: floating point operations, from the types of operands; by default, from the jaxpr.
-        check: whether the rule is tested before use.
+        flops: from the types of operands; by default, from the jaxpr.
+        check: whether the rule `text` is tested before use.
         """
         self.name, self.fun, self.text, self.flops, self.check = name, fun, text, flops, check
         self._traced: dict[Any, Any] = {}
@@ -206,10 +202,10 @@ class OpaqueFunction:
         return self.name
 
     def jaxpr(self, avals: Sequence[Any]) -> Any:
-        """The function on operands of these types, as a closed jaxpr. Raises ShardingError for traced closures."""
+        """On operands of these types, as a closed jaxpr. Raises ShardingError for traced closures."""
         key = (current_settings(), *((tuple(aval.shape), str(aval.dtype), is_weak(aval)) for aval in avals))
         if key not in self._traced:
-            structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=is_weak(a)) for a in avals]
+            structs = list(map(type_of, avals))
             closed = jax.make_jaxpr(self.fun)(*structs)
             if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
                 raise ShardingError(
@@ -220,7 +216,7 @@ class OpaqueFunction:
         return self._traced[key]
 
     def derivative(self, avals: Sequence[Any], made: Sequence[Any]) -> OpaqueFunction:
-        """The function from operands and cotangents of results to cotangents of operands."""
+        """From operands and cotangents of results to cotangents of operands."""
         inexact = tuple([i for i, a in enumerate(avs) if jnp.issubdtype(a.dtype, np.inexact)] for avs in (avals, made))
         text = derivative_rule(self.text, shapes_of(avals), shapes_of(made), inexact)  # type: ignore[arg-type]
         of_operands, of_results = inexact
@@ -249,7 +245,7 @@ class OpaqueFunction:
         return self._derived[key]
 
     def batched(self, is_batched: Sequence[bool], operands: Shapes, results: Shapes) -> OpaqueFunction:
-        """The function with one more leading dimension of some operands and all results."""
+        """A leading dimension more for some operands and all results."""
         text = batched_rule(self.text, is_batched, operands, results)
         key = ("batched", tuple(is_batched), text)
         if key not in self._derived:
@@ -292,7 +288,7 @@ def _forward(function: OpaqueFunction, *arrays: Any) -> Any:
 
 
 def _backward(function: OpaqueFunction, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-    """The cotangents of all operands, which are float0 for integers."""
+    """Float0 for integers."""
     avals = [jax.typeof(array) for array in arrays]
     derivative = function.derivative(avals, function.jaxpr(avals).out_avals)
     of_results = [c for c in cotangents if getattr(c, "dtype", None) != jax.dtypes.float0]
@@ -347,7 +343,7 @@ def _function(eqn: JaxprEqn) -> Factors:
 
 
 def rule_to_check(eqn: JaxprEqn) -> ShardingRule | None:
-    """The rule of a user for an equation, unless `check` is False."""
+    """None if `check` is False."""
     match eqn.primitive.name:
         case "minialpa_function":
             function: OpaqueFunction = eqn.params["function"]

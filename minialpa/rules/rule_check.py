@@ -39,7 +39,7 @@ from minialpa.tracing.flattening import flatten_calls
 
 @dataclass(frozen=True, slots=True)
 class OperationPart:
-    """Part `number` of `n` equal parts along a factor."""
+    """`number` of `n` equal parts along a factor."""
 
     factor: int
     number: int
@@ -47,7 +47,7 @@ class OperationPart:
 
 
 def cut(x: Any, dims: Dims, part: OperationPart) -> Any:
-    """The part of an array; the whole array if it lacks the factor of the part."""
+    """The whole array if it lacks the factor."""
     for axis, dim in enumerate(dims):
         if part.factor in dim:
             size = x.shape[axis] // part.n
@@ -56,7 +56,7 @@ def cut(x: Any, dims: Dims, part: OperationPart) -> Any:
 
 
 def wholes(parts: Sequence[np.ndarray], factors: Factors, factor: int, result: int) -> list[np.ndarray]:
-    """The whole result according to its parts, in order: one array, or each part if each must be the whole."""
+    """The whole result: one array, or each part if each must be the whole."""
     axes = [axis for axis, dim in enumerate(factors.results[result]) if factor in dim]
     if axes:
         return [np.concatenate(parts, axis=axes[0])]
@@ -67,7 +67,7 @@ def wholes(parts: Sequence[np.ndarray], factors: Factors, factor: int, result: i
 
 #: Largest difference of results over their largest element, by bytes of the dtype.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}
-#: Lengths to which factors are shrunk, before the lengths of the call.
+#: Of shrunk factors, before the lengths of the call.
 _LENGTHS = (4, 16, 64, 256)
 #: Limits of one check, over all arrays.
 _MOST_ELEMENTS, _MOST_FLOPS = 1 << 22, 4e9
@@ -77,7 +77,7 @@ _MOST_ELEMENTS, _MOST_FLOPS = 1 << 22, 4e9
 
 
 def check_parts(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> Iterator[tuple[str, int]]:
-    """Cut each factor that may be split into parts. Together, their results must be `results`.
+    """Cut each factor that may be split into parts, which must make `results` together.
 
     Yields the cut dimensions and the number of parts. Raises ShardingError if the rule is wrong.
     """
@@ -90,7 +90,7 @@ def check_parts(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) 
 
 
 def _claim(eqn: JaxprEqn, factors: Factors, factor: int) -> str:
-    """The claim of a rule about a factor, by the user's name of the factor if there is one."""
+    """With the user's name of the factor, if any."""
     dims, rule, operation = _dims_text(factors, factor), rule_to_check(eqn), operation_name(eqn)
     if rule is None:
         return f"The sharding rule of `{operation}` allows splitting it along {dims} (array: dimension)"
@@ -100,7 +100,7 @@ def _claim(eqn: JaxprEqn, factors: Factors, factor: int) -> str:
 
 
 def _dims_text(factors: Factors, factor: int) -> str:
-    """The dimensions with a factor: `operand 0: 1, result 0: 1`."""
+    """`operand 0: 1, result 0: 1`."""
     found = [
         f"{kind} {i}: {d}"
         for kind, arrays in (("operand", factors.operands), ("result", factors.results))
@@ -114,7 +114,7 @@ def _dims_text(factors: Factors, factor: int) -> str:
 def _problem_of(
     eqn: JaxprEqn, factors: Factors, split: tuple[int, int], operands: Sequence[Any], results: Sequence[Any]
 ) -> str:
-    """The difference between the results of the parts of `split` (factor, number of parts) and `results`, or ""."""
+    """How the results of the parts of `split` (factor, number of parts) differ from `results`, or ""."""
     factor, n = split
     shards = []
     for number in range(n):
@@ -141,7 +141,7 @@ def _as_numpy(array: Any) -> np.ndarray:
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> str:
-    """A description of the difference; empty for equal arrays."""
+    """Empty for equal arrays."""
     if found.shape != expected.shape:
         return f"its shape is {found.shape} instead of {expected.shape}"
     if found.dtype != expected.dtype:
@@ -169,7 +169,6 @@ def _run(eqn: JaxprEqn, params: Mapping[str, Any], operands: Sequence[Any]) -> l
 
 @functools.lru_cache(maxsize=256)
 def _with_interpreted_kernels(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program, in which Pallas interprets kernels."""
     if not _has_kernel(program.jaxpr):
         return program
     flat = flatten_calls(program.jaxpr, tuple(program.consts))
@@ -208,7 +207,7 @@ def check_registered_rules(eqns: Iterable[JaxprEqn], *, on_default_device: bool)
 
 
 def _why_unchecked(kind: RuleKey, on_default_device: bool) -> str:
-    """Why an equation cannot be checked here, or "". Raises ShardingError if the rule is wrong."""
+    """Empty after a check. Raises ShardingError if the rule is wrong."""
     rule = rule_to_check(kind.eqn)
     assert rule is not None
     if not any(True for _ in factors_of(kind.eqn).smallest_splits()):
@@ -254,7 +253,7 @@ def _devices(on_default_device: bool) -> Iterator[jax.Device]:
 
 @contextmanager
 def _on_one_device(device: jax.Device, eqn: JaxprEqn) -> Iterator[None]:
-    """Use one device, with the equation's settings and without jax's optional checks."""
+    """With the equation's settings and without jax's optional checks."""
     with (
         under_settings_of(eqn),
         jax.default_device(device),
@@ -277,7 +276,6 @@ def _check_on_small_arrays(eqn: JaxprEqn, rule: ShardingRule) -> tuple[bool, str
 
 
 def _first_that_runs(eqn: JaxprEqn, sizes: Iterable[tuple[Shapes, Shapes]]) -> tuple[bool, str]:
-    """`_check_on_small_arrays` for the first of these sizes on which the operation runs."""
     failure = ""
     for operands, results in sizes:
         try:
@@ -299,7 +297,7 @@ def _first_that_runs(eqn: JaxprEqn, sizes: Iterable[tuple[Shapes, Shapes]]) -> t
 
 
 def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shapes]]:
-    """Shapes of operands and results that fit the rule, the smallest first."""
+    """The smallest first."""
     named = rule.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), operation_name(eqn))
     given = {name for name, _ in rule.sizes}
     found: dict[tuple[Shapes, Shapes], int] = {}
@@ -315,7 +313,7 @@ def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shape
 
 
 def _shrunk_length(n: int, most: int) -> int:
-    """A length of at most `most` for n: its largest divisor, which most blocks fit, else `most`."""
+    """The largest divisor of n up to `most`, which most blocks fit, else `most`."""
     if n <= most:
         return n
     return next((d for d in range(most, 1, -1) if n % d == 0), most)
@@ -327,7 +325,7 @@ def _shapes(arrays: Sequence[tuple[Names, ...]], sizes: Mapping[str, int]) -> Sh
 
 
 def _with_shapes(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> JaxprEqn:
-    """The equation on arrays of these shapes. Raises if the operation does not map operands to results."""
+    """Raises if the operation does not map operands to results."""
     if (operands, results) == (shapes_of(eqn.invars), shapes_of(eqn.outvars)):
         return eqn
     local = localizer_of(eqn)
@@ -342,7 +340,7 @@ def _with_shapes(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> JaxprEqn:
 
 
 def _run_on_random_values(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
-    """Random operands and their results, with numbers of both signs if the results are finite."""
+    """Numbers of both signs if the results are finite."""
     signed = lambda rng, shape: rng.normal(size=shape)  # noqa: E731
     positive = lambda rng, shape: rng.uniform(0.1, 0.9, shape)  # noqa: E731
     for draw in (signed, positive):
@@ -354,7 +352,7 @@ def _run_on_random_values(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
 
 
 def _random_operands(eqn: JaxprEqn, draw: Any) -> list[Any]:
-    """Values of the operands. Integers are less than every length: they may be positions."""
+    """Integers are less than every length: they may be positions."""
     rng = np.random.default_rng(0)
     most = min((n for shape in shapes_of(eqn.invars) for n in shape if n > 1), default=2)
 
@@ -375,7 +373,6 @@ def _random_operands(eqn: JaxprEqn, draw: Any) -> list[Any]:
 
 
 def _keys(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Random keys of a dtype, whose implementation only an array of keys has."""
     found: list[Any] = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), jax.ShapeDtypeStruct(shape, dtype))
     key = jax.random.key(0, impl=found[0])

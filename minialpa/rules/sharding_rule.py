@@ -25,23 +25,22 @@ Names = tuple[str, ...]
 class ArrayRule:
     """One array of a rule.
 
-    Attributes:
-        leading: the name of its leading dimensions, "0" for `...` and "1" for `...1`; None if it has no `...`.
-        dims: the factors of each other dimension.
+    leading: the name of its leading dimensions, "0" for `...` and "1" for `...1`; None if it has no `...`.
+    dims: other dimensions.
     """
 
     leading: str | None
     dims: tuple[Names, ...]
 
     def named(self, shape: Sequence[int]) -> tuple[Names, ...] | None:
-        """The factors of each dimension of an array; None if the shape's rank does not fit."""
+        """None if the rank does not fit."""
         n_leading = len(shape) - len(self.dims)
         if n_leading < 0 or (n_leading and self.leading is None):
             return None
         return (*((f"...{self.leading}.{i}",) for i in range(n_leading)), *self.dims)
 
     def of_shape(self, shape: Sequence[int]) -> ArrayRule:
-        """The rule for one rank, with a name for each dimension of `...`."""
+        """Each dimension of `...` gets a name."""
         dims = self.named(shape)
         assert dims is not None, (self, shape)
         return ArrayRule(None, dims)
@@ -61,11 +60,10 @@ class _Dimension:
 class ShardingRule:
     """The named factors of an operation, for any shapes.
 
-    Attributes:
-        text: the written rule, for messages.
-        reductions: pairs (factor, reduction of partial results).
-        replicated: factors that may not be split.
-        sizes: pairs (factor, length) of inner factors with a fixed length.
+    text: for messages.
+    reductions: pairs (factor, reduction of partial results).
+    replicated: factors that may not be split.
+    sizes: pairs (factor, length) of inner factors with a fixed length.
     """
 
     text: str
@@ -80,23 +78,22 @@ class ShardingRule:
         return (*self.operands, *self.results)
 
     def names(self) -> dict[str, None]:
-        """The factors in order of appearance, without dimensions of `...`."""
+        """In order of appearance, without dimensions of `...`."""
         return dict.fromkeys(name for array in self.arrays for dim in array.dims for name in dim)
 
     def inner_names(self) -> frozenset[str]:
-        """The factors that follow another one in some dimension, such as g in `(k g)`."""
+        """Factors after another one in some dimension, such as g in `(k g)`."""
         return frozenset(name for array in self.arrays for dim in array.dims for name in dim[1:])
 
     def array_name(self, i: int) -> str:
         return f"operand {i}" if i < len(self.operands) else f"result {i - len(self.operands)}"
 
     def named_factors(self, operands: Shapes, results: Shapes, operation: str) -> NamedFactors:
-        """The factors of a call of `operation`. Raises ShardingError if the shapes do not fit the rule."""
+        """Raises ShardingError if the shapes do not fit the rule."""
         named = self._named_dims(operands, results, operation)
         shapes = (*operands, *results)
         sizes = self._sizes(named, shapes, operation)
 
-        # A dimension of length 1 is not cut, as in a broadcast.
         arrays = tuple(
             tuple(() if size == 1 else dim for dim, size in zip(dims, shape, strict=True))
             for dims, shape in zip(named, shapes, strict=True)
@@ -104,7 +101,7 @@ class ShardingRule:
         return NamedFactors(sizes=sizes, operands=arrays[: len(operands)], results=arrays[len(operands) :], rule=self)
 
     def _named_dims(self, operands: Shapes, results: Shapes, operation: str) -> list[tuple[Names, ...]]:
-        """The factors of each dimension of each array. Raises ShardingError for wrong numbers or ranks."""
+        """By array and dimension. Raises ShardingError for wrong numbers or ranks."""
         for kind, rules, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
             if len(rules) != len(shapes):
                 raise ShardingError(
@@ -134,7 +131,7 @@ class ShardingRule:
         return named
 
     def _sizes(self, named: Sequence[tuple[Names, ...]], shapes: Shapes, operation: str) -> dict[str, int]:
-        """The length of each factor. Raises ShardingError if the shapes leave it open or contradict it."""
+        """Raises ShardingError if the shapes leave a length open or contradict it."""
         dimensions = [
             _Dimension(array=i, axis=axis, names=names, length=length)
             for i, (dims, shape) in enumerate(zip(named, shapes, strict=True))
@@ -144,7 +141,7 @@ class ShardingRule:
         for dimension in dimensions:
             self._check_length(dimension, sizes, operation)
 
-        # A factor of unknown length is in dimensions of length 1 only.
+        # Other factors are in dimensions of length 1 only.
         return {name: sizes.get(name, 1) for dimension in dimensions for name in dimension.names}
 
     def _check_length(self, dimension: _Dimension, sizes: Mapping[str, int], operation: str) -> None:
@@ -167,14 +164,14 @@ class ShardingRule:
 
 
 def _lengths(dimensions: Sequence[_Dimension], given: Mapping[str, int]) -> dict[str, int]:
-    """The lengths of factors: given, of whole dimensions, or quotients: `(k g)` of length 12, k = 3 gives g = 4."""
+    """Given, of whole dimensions, or quotients: `(k g)` of length 12, k = 3 gives g = 4."""
     sizes = dict(given)
     # A length of 1 may be a broadcast, so any other length wins.
     whole = (dimension for dimension in dimensions if len(dimension.names) == 1)
     for dimension in sorted(whole, key=lambda dimension: dimension.length == 1):
         sizes.setdefault(dimension.names[0], dimension.length)
 
-    # A length from one dimension may complete another. A dimension gives at most one length, which bounds the rounds.
+    # A length may complete another. A dimension gives at most one length, which bounds the rounds.
     compound = [dimension for dimension in dimensions if len(dimension.names) > 1 and dimension.length != 1]
     for _ in compound:
         for dimension in compound:
@@ -189,8 +186,7 @@ def _lengths(dimensions: Sequence[_Dimension], given: Mapping[str, int]) -> dict
 class NamedFactors:
     """The factors of one call by name.
 
-    Attributes:
-        operands, results: for each array and dimension the factors, outermost first; empty if the length is 1.
+    operands, results: for each array and dimension the factors, outermost first; empty if the length is 1.
     """
 
     sizes: dict[str, int]
@@ -199,20 +195,18 @@ class NamedFactors:
     rule: ShardingRule
 
     def blocked(self) -> frozenset[str]:
-        """The factors that may not be split."""
         read = {name for dims in self.operands for dim in dims for name in dim}
         # A result without a factor may differ between shards.
         lost = self._absent_from_results().difference(dict(self.rule.reductions))
 
         def is_blocked(name: str) -> bool:
-            # Blocks along two dimensions of an array would lie on its diagonal.
+            # Blocks along two dimensions would lie on the diagonal.
             is_twice = any(sum(name in dim for dim in dims) > 1 for dims in (*self.operands, *self.results))
             return name in self.rule.replicated or name not in read or name in lost or is_twice
 
         return frozenset(filter(is_blocked, self.sizes))
 
     def factors(self, flops: float) -> Factors:
-        """The factors by number, in the order of `sizes`."""
         numbers = {name: f for f, name in enumerate(self.sizes)}
 
         def numbered(arrays: tuple[tuple[Names, ...], ...]) -> tuple[Dims, ...]:
@@ -241,7 +235,7 @@ def shapes_of(atoms: Iterable[Any]) -> Shapes:
 
 
 def batched_rule(rule: ShardingRule, is_batched: Sequence[bool], operands: Shapes, results: Shapes) -> ShardingRule:
-    """The rule under `vmap`: one more leading factor of the batched operands and of all results.
+    """Under `vmap`: one more leading factor of the batched operands and of all results.
 
     operands, results: the shapes without the new dimension.
     """
@@ -262,7 +256,7 @@ def batched_rule(rule: ShardingRule, is_batched: Sequence[bool], operands: Shape
 def derivative_rule(
     rule: ShardingRule, operands: Shapes, results: Shapes, inexact: tuple[Sequence[int], Sequence[int]]
 ) -> ShardingRule:
-    """The rule of the derivative: operands and cotangents of results in, cotangents of operands out.
+    """Operands and cotangents of results in, cotangents of operands out.
 
     `b i, i j -> b j` becomes `b i, i j, b j -> b i, i j`. The cotangent of an operand without a split factor, such as
     `i j` without b, is a sum over shards. Factors with another reduction than "sum" are replicated.

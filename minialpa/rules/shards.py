@@ -22,7 +22,6 @@ from minialpa.tracing.evaluation import eval_on_shards
 
 
 def localize(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> dict[str, Any]:
-    """Parameters of an equation on shards, for `n_splits[f]` parts of each factor."""
     fun = localizer_of(eqn)
     if fun is None:
         return dict(eqn.params)
@@ -50,7 +49,7 @@ def run_from(
 ) -> list[Any]:
     """`run_shard` if blocked factors are split, too: positional factors, and factors of results only.
 
-    begins[f]: the beginning of the shard, for each blocked factor that is split.
+    begins[f]: of the shard, for each blocked factor that is split.
     """
     # Along other than positional factors, compute full results and cut them.
     whole = begins.keys() - factors.positional
@@ -71,17 +70,17 @@ def run_from(
 
 
 def _first_known(begins: Mapping[int, Any], dim: tuple[int, ...]) -> Any:
-    """The beginning of a shard in a dimension with these factors; 0 without a split positional factor."""
+    """0 without a split positional factor."""
     return next((begins[f] for f in dim if f in begins), 0)
 
 
 def part_of(x: Any, dim: int, start: Any, n: int) -> Any:
-    """One n-th of an array along a dimension, from a start that may be traced."""
+    """One n-th of an array, from a start that may be traced."""
     return lax.dynamic_slice_in_dim(x, start, np.shape(x)[dim] // n, dim)
 
 
 def run_rows(eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], factor: int, rows: tuple[int, int]) -> list[Any]:
-    """The results at positions `rows` = (start, stop) of one factor, from operands at these positions."""
+    """At positions `rows` = (start, stop) of one factor, from operands at these positions."""
     sizes = list(factors.sizes)
     sizes[factor] = rows[1] - rows[0]
     params = localize(eqn, replace(factors, sizes=tuple(sizes)), {})
@@ -97,7 +96,7 @@ def _on_shards_from(
     params: Mapping[str, Any],
     start: Callable[[tuple[int, ...]], Any],
 ) -> list[Any]:
-    """The results on a shard. start: from the factors of a dimension to the beginning of the shard."""
+    """start: from the factors of a dimension to the beginning of the shard."""
 
     def starts(arrays: Iterable[Dims]) -> tuple[tuple[Any, ...], ...]:
         return tuple(tuple(start(dim) for dim in dims) for dims in arrays)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec, Sharding
 from minialpa.arrays import RemoteArray, prefetch
 from minialpa.programs.mesh_program import ArrayType
 from minialpa.programs.program import MeshShape
+from minialpa.sharding import is_host_array
 
 
 def dtype_named(name: str) -> Any:
@@ -37,7 +38,7 @@ class BlockedArray(RemoteArray):
         self.blocks = tuple(blocks)
         self.ranges = tuple(itertools.pairwise(itertools.accumulate((x.shape[0] for x in blocks), initial=0)))
         self.shape = (self.ranges[-1][1], *blocks[0].shape[1:])
-        self.dtype, self.weak_type = blocks[0].dtype, _is_weak(blocks[0])
+        self.dtype, self.weak_type, self.in_host = blocks[0].dtype, _is_weak(blocks[0]), _is_in_host(blocks[0])
 
     @property
     def shardings(self) -> tuple[Any, ...]:
@@ -145,7 +146,7 @@ class MicroBatchedArray(RemoteArray):
             dim = first[2]
             n_rows = max(rows[1] for rows in self._parts if rows is not None)
             self.shape = (*self.shape[:dim], n_rows, *self.shape[dim + 1 :])
-        self.dtype, self.weak_type = example.dtype, _is_weak(example)
+        self.dtype, self.weak_type, self.in_host = example.dtype, _is_weak(example), _is_in_host(example)
 
     def parts(self, rows: MicroRows) -> tuple[Any, ...]:
         """The arrays that hold these rows; empty in other micro-batches."""
@@ -216,6 +217,7 @@ class DistributedTarget:
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
+    in_host: bool = False
     session: Any
     rows: tuple[tuple[int, int], ...] = ()
     layouts: tuple[tuple[tuple[MeshShape, PartitionSpec], ...], ...]
@@ -227,7 +229,7 @@ class LeafRows(RemoteArray):
     def __init__(self, leaf: jax.Array | RemoteArray, rows: tuple[int, int]) -> None:
         self._leaf, self._rows = leaf, rows
         self.shape = (rows[1] - rows[0], *leaf.shape[1:])
-        self.dtype, self.weak_type = leaf.dtype, _is_weak(leaf)
+        self.dtype, self.weak_type, self.in_host = leaf.dtype, _is_weak(leaf), _is_in_host(leaf)
 
     @property
     def stored_as(self) -> tuple[Any, ...]:
@@ -249,6 +251,10 @@ class LeafRows(RemoteArray):
 
     def is_deleted(self) -> bool:
         return self._leaf.is_deleted()
+
+
+def _is_in_host(array: Any) -> bool:
+    return array.in_host if isinstance(array, RemoteArray) else is_host_array(array)
 
 
 def _is_weak(array: Any) -> bool:

@@ -15,14 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.plan import PlacedValue, PlacementSpec, Plan
 from minialpa.programs.mesh_program import KEY_NAMES
-from minialpa.programs.program import BlockRows, MeshShape, Program
+from minialpa.programs.program import MeshShape, Program
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget, dtype_named
+from minialpa.runtime.calls_on_mesh import CallsOnMesh
 from minialpa.runtime.debug_files import DebugParts, debug_files
+from minialpa.runtime.ref_calls import RefCalls
 from minialpa.runtime.runner import BlockedCalls, Runner
 from minialpa.runtime.steps.step_trace import TaskTime
-from minialpa.sharding import Spec
+from minialpa.sharding import Spec, placed
 from minialpa.support.files import write_text
-from minialpa.support.private_jax import api_boundaries
+from minialpa.support.private_jax import api_boundaries, value_of_ref
+from minialpa.tracing.host_memory import memory_kind_of
+from minialpa.tracing.refs import NO_REFS, StepRefs
 
 
 @api_boundaries
@@ -33,6 +37,7 @@ class Executable:
         out_tree: pytree of the results.
         run, place: `Runner.__call__` and `Runner.place`, for leaves of the step in place of leaves of the program.
         call: calls with the arguments of the step; the function that compiled it sets this.
+        refs: the Refs of the step, which `run` reads and updates.
         name: of the user's function.
     """
 
@@ -45,11 +50,14 @@ class Executable:
         out_tree: Any,
         *,
         placements: tuple[Sequence[PlacementSpec], Sequence[PlacementSpec]] | None = None,
+        refs: StepRefs = NO_REFS,
+        result_shardings: Sequence[NamedSharding | None] = (),
         planning_texts: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """`in_tree` is the pytree of the argument tuple without static arguments. `placements` are the specs of
         argument and result leaves, if the program follows the plan of another step, as a program that creates a state
-        does. `planning_texts` makes files that describe planning: name -> text.
+        does. `result_shardings`, empty without a mesh of the user: see `CallsOnMesh`. `planning_texts` makes files that
+        describe planning: name -> text.
         """
         self._plan = plan
         self._in_tree, self.out_tree = in_tree, out_tree
@@ -61,8 +69,10 @@ class Executable:
         self._costs: list[float] = []
 
         calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
-        self.run = calls.__call__
-        self.place = calls.place
+        self._run_on_arrays, self._place_arrays = calls.__call__, calls.place
+        on_mesh = CallsOnMesh(calls, result_shardings) if result_shardings else calls
+        by_refs = RefCalls(on_mesh, refs, [value.path for value in plan.inputs]) if refs else on_mesh
+        self.run, self.place, self.refs = by_refs.__call__, by_refs.place, refs
         self.call: Callable[[Executable, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +92,11 @@ class Executable:
 
     def get_input_placement_specs(self) -> Any:
         """The argument tuple with a `PlacementSpec` (meshes and PartitionSpecs) for each leaf."""
-        return jax.tree.unflatten(self._in_tree, self._input_specs)
+        return self._as_arguments(self._input_specs)
+
+    def _as_arguments(self, values: Sequence[Any]) -> Any:
+        """The argument tuple with these values as leaves; values of captured Refs are left out."""
+        return jax.tree.unflatten(self._in_tree, values[: self._in_tree.num_leaves])
 
     def get_input_targets(self) -> Any:
         """The argument tuple with the type of an array in its planned sharding for each leaf, for `restore_checkpoint`.
@@ -94,10 +108,10 @@ class Executable:
         targets: list[Any] = [_target(spec, meshes) for spec in self._plan.input_specs]
         if session is not None:
             targets = [
-                _target_on_workers(target, spec.rows, layouts, session)
+                _target_on_workers(target, spec, layouts, session)
                 for target, spec, layouts in zip(targets, self._plan.input_specs, self._layouts(), strict=True)
             ]
-        return jax.tree.unflatten(self._in_tree, targets)
+        return self._as_arguments(targets)
 
     def _layouts(self) -> list[tuple[_Layouts, ...]]:
         """For each argument leaf and each of its blocks, the meshes and shardings in which the program reads it.
@@ -115,12 +129,13 @@ class Executable:
 
     def get_output_placement_specs(self) -> Any:
         """The results with a `PlacementSpec` for each leaf."""
-        return jax.tree.unflatten(self.out_tree, self._output_specs)
+        return jax.tree.unflatten(self.out_tree, self._output_specs[: self.out_tree.num_leaves])
 
     def placement_of(self, leaf: Any, path: str) -> PlacedValue | None:
         """The meshes and specs of the array `leaf`, under the name `path`; None if a part is on no mesh of this
         executable.
         """
+        leaf = value_of_ref(leaf)
         is_blocked = isinstance(leaf, BlockedArray)
         blocks = leaf.blocks if is_blocked else (leaf,)
         homes = [self.runner.homes(block) for block in blocks]
@@ -135,6 +150,7 @@ class Executable:
             mesh_ids=tuple(mesh for _, mesh, _ in copies),
             specs=tuple(Spec.of(spec, len(leaf.shape)) for *_, spec in copies),
             rows=tuple(leaf.ranges[i] for i, *_ in copies) if is_blocked else (),
+            memory_kind="device" if memory_kind_of(blocks[0]) is None else "pinned_host",
         )
 
     @property
@@ -164,7 +180,7 @@ class Executable:
             for _ in range(repeats + 1):
                 leaves = self._dummy_inputs()
                 start = time.perf_counter()
-                results = self.run(leaves)
+                results = self._run_on_arrays(leaves)
                 self.sync()
                 del results
                 costs.append(time.perf_counter() - start)
@@ -176,7 +192,7 @@ class Executable:
         return list(self._costs)
 
     def _dummy_inputs(self) -> list[Any]:
-        leaves = self.place([_zeros(spec.shape, spec.dtype) for spec in self._input_specs])
+        leaves = self._place_arrays([_zeros(spec.shape, spec.dtype) for spec in self._input_specs])
         self.sync()
         return leaves
 
@@ -191,7 +207,7 @@ class Executable:
         """
         with self.runner.turn():
             for _ in range(2):
-                self.run(self._dummy_inputs(), traced=True)
+                self._run_on_arrays(self._dummy_inputs(), traced=True)
                 tasks = self.runner.timeline()
         return tasks
 
@@ -238,7 +254,9 @@ def _target(spec: PlacementSpec, meshes: Sequence[Mesh]) -> jax.ShapeDtypeStruct
     """
     dtype = dtype_named(spec.dtype)
     shardings = tuple(
-        NamedSharding(meshes[i], p) for i, p in zip(spec.mesh_ids, spec.partition_specs, strict=True) if meshes
+        placed(meshes[i], p, in_host=spec.memory_kind != "device")
+        for i, p in zip(spec.mesh_ids, spec.partition_specs, strict=True)
+        if meshes
     )
     if spec.rows and shardings:
         return BlockedTarget(spec.shape, dtype, spec.rows, shardings)
@@ -248,11 +266,18 @@ def _target(spec: PlacementSpec, meshes: Sequence[Mesh]) -> jax.ShapeDtypeStruct
 _Layouts = tuple[tuple[MeshShape, PartitionSpec], ...]
 
 
-def _target_on_workers(target: Any, rows: BlockRows | None, layouts: tuple[_Layouts, ...], session: Any) -> Any:
+def _target_on_workers(target: Any, spec: PlacementSpec, layouts: tuple[_Layouts, ...], session: Any) -> Any:
     """The same target in all its layouts on workers; unchanged for typed keys, or if a block has no layout."""
     if jnp.issubdtype(target.dtype, jax.dtypes.extended) or not all(layouts):
         return target
-    return DistributedTarget(shape=target.shape, dtype=target.dtype, session=session, rows=rows or (), layouts=layouts)
+    return DistributedTarget(
+        shape=target.shape,
+        dtype=target.dtype,
+        in_host=spec.memory_kind != "device",
+        session=session,
+        rows=spec.rows,
+        layouts=layouts,
+    )
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> Any:

@@ -21,13 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import DeletedArrayError, MinialpaError, ShardingError, WorkerError
+from minialpa.ir.equations import is_in_host
 from minialpa.programs.program import ConstantSlot, Free, InputSlot, Program, Run, Transfer
 from minialpa.programs.resharding import Resharding
 from minialpa.runtime.local_arguments import LocalArguments
 from minialpa.runtime.steps.compiled import allocation_size, compile_all, function_seconds, lower
 from minialpa.runtime.steps.interpreter import Action, Buffers, Callee, Interpreter
 from minialpa.runtime.steps.step_trace import StepTrace, TaskTime, from_start
-from minialpa.sharding import device_mesh
+from minialpa.sharding import device_mesh, is_host_array, placed
 from minialpa.support.private_jax import ArrayImpl
 from minialpa.support.progress import phase
 
@@ -168,10 +169,13 @@ class DevicePuts:
         """The function that carries out a `Transfer` on the buffers of a step."""
         assert isinstance(instruction, Transfer), instruction
         source, target = instruction.source, instruction.target
-        place = _placement(self._meshes[instruction.mesh], instruction.spec, is_result=target in self._results)
+        mesh, spec = self._meshes[instruction.mesh], instruction.spec
+        place = _placement(mesh, spec, is_result=target in self._results)
+        in_host = placed(mesh, spec, in_host=True)
 
         def put(buffers: Buffers) -> None:
-            buffers[target] = jax.device_put(buffers[source], place)
+            array = buffers[source]
+            buffers[target] = jax.device_put(array, in_host if is_host_array(array) else place)
 
         return put
 
@@ -251,6 +255,10 @@ def _mesh_of_buffer(program: Program) -> dict[int, int]:
     return homes
 
 
+def _shardings(mesh: Mesh, specs: Sequence[PartitionSpec], types: Sequence[Any]) -> list[NamedSharding]:
+    return [placed(mesh, spec, in_host=is_in_host(type_)) for spec, type_ in zip(specs, types, strict=True)]
+
+
 def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> list[Any]:
     """All functions of the program, compiled. with_flag: for traced steps, see `lower`."""
     lowered = (
@@ -258,8 +266,8 @@ def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> li
             function.fun,
             function.in_avals,
             mesh=meshes[function.mesh],
-            in_specs=function.in_specs,
-            out_specs=function.out_specs,
+            in_shardings=_shardings(meshes[function.mesh], function.in_specs, function.in_avals),
+            out_shardings=_shardings(meshes[function.mesh], function.out_specs, function.out_avals),
             donated=function.donated,
             compiler_options=function.compiler_options,
             with_flag=with_flag,

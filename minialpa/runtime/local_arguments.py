@@ -20,6 +20,7 @@ from minialpa.programs.mesh_program import overwritten_rows
 from minialpa.programs.program import InputSlot, Program, Run, reads
 from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.runtime.steps.compiled import paced
+from minialpa.sharding import is_host_array, placed
 from minialpa.support.private_jax import NO_MESH, ArrayImpl, addresses_of, under_mesh
 
 #: Arrays of up to so many bytes go to several CPU devices through a copy on the host.
@@ -31,7 +32,7 @@ class LocalArguments:
 
     def __init__(self, program: Program, meshes: Sequence[Mesh]) -> None:
         self._inputs, self._donated_leaves = program.inputs, program.donated_leaves
-        self._shardings = [NamedSharding(meshes[slot.mesh], slot.spec) for slot in program.inputs]
+        self._shardings = [placed(meshes[slot.mesh], slot.spec, in_host=slot.in_host) for slot in program.inputs]
         self._is_donated = [slot.leaf in program.donated_leaves for slot in program.inputs]
         self._inputs_of_one_call = _find_inputs_of_one_call(program)
         self._inputs_of_cut_leaf = _find_cut_leaves(program)
@@ -263,6 +264,7 @@ def _has_sharding(value: Any, sharding: NamedSharding) -> bool:
     return current is sharding or current == sharding or (
         len(current.device_set) == len(sharding.device_set) == 1
         and current.device_set == sharding.device_set
+        and is_host_array(value) == (sharding.memory_kind is not None)
     )  # fmt: skip
 
 

@@ -94,6 +94,9 @@ class BlockedCalls:
         results = self._runner(split_leaves(leaves, self._blocks.arguments), traced=traced)
         return joined_leaves(results, self._blocks.results)
 
+    def turn(self) -> AbstractContextManager[None]:
+        return self._runner.turn()
+
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves, laid out as the step reads them (`Runner.place`). A leaf with rows that no stage reads stays
         unchanged.

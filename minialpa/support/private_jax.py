@@ -5,13 +5,16 @@ The private name, its use, and in brackets the public function that could replac
     JaxprEqn.source_info, user_frames: source lines, name scopes (accessors in jax.extend.core)
     JaxprEqn.ctx, JaxprEqnContext: settings of an equation's trace (an accessor in jax.extend.core)
     abstract_mesh_context_manager, device_context: the user's mesh inside a trace (jax.set_mesh there)
-    AbstractRef: refusing mutable arrays (a type in jax.ref)
+    _discharge_refs, Ref._refs._buf: steps on the values of Refs (a discharge, and a setter of the array, in jax.ref)
+    PjitFunction._jit_info: the options of a jitted function (an accessor in jax.stages)
+    thread_resources: the mesh of `with mesh:` (jax.sharding.get_mesh there)
     config.trace_context: settings under which jax.jit reuses a traced function (an accessor in jax.config)
     Primitive.get_bind_params, abstract_eval: an equation on other operands (a function for both)
     ShapedArray.update: the aval of a part of an array (avals by jax.extend.core)
     ShapedArray.manual_axis_type: shard_map axes over which a new primitive varies (avals by jax.extend.core)
     jax.interpreters: rules of primitives that mark a trace (rules in jax.extend)
     mlir._lowerings, closure of lower_fun: computation and names of other primitives (a function in jax.extend)
+    lib.mlir.ir: memory of arguments in programs for absent GPUs (devices of a topology with memories)
     mlir.module_to_string: whether exported functions are equal except for names (an argument of mlir_module)
     parameters of pallas_call: blocks of a kernel, its grid on a shard (accessors in jax.experimental.pallas)
     unsafe_buffer_pointer, on_device_size_in_bytes: NCCL, shared memory of arrays (a cheap __dlpack__)
@@ -39,18 +42,23 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
+import numpy as np
 from jax._src import config as private_config
 from jax._src import mesh as private_mesh
 from jax._src import traceback_util as private_traceback
 from jax._src.api_util import debug_info, fun_sourceinfo, save_wrapped_fun_debug_info
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.config import trace_context
-from jax._src.core import DebugInfo, JaxprEqnContext, initial_result_paths
+from jax._src.core import ArrayRefImpl, DebugInfo, JaxprEqnContext, extend_axis_env_nd, initial_result_paths
+from jax._src.interpreters import batching as private_batching
 from jax._src.interpreters import mlir as private_mlir
+from jax._src.interpreters import pxla as private_pxla
+from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.source_info_util import user_frames
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.ref import Ref
 
 Rule = Callable[..., Any]
 
@@ -246,6 +254,17 @@ def under_mesh(mesh: UsersMesh) -> Iterator[None]:
         states.device_context.set_local(devices)
 
 
+def mesh_of_context(mesh: UsersMesh) -> Any:
+    """The mesh for bare PartitionSpecs in a call under `mesh`; None without one."""
+    known = (mesh.devices, mesh.abstract, private_mesh.thread_resources.env.physical_mesh)
+    return next((one for one in known if not one.empty), None)
+
+
+def options_of_jit(fun: Any) -> Any:
+    """The options of a `jax.jit` function, by jax's names, with its shardings as leaves and a pytree; else None."""
+    return getattr(fun, "_jit_info", None) if type(fun).__name__ == "PjitFunction" else None
+
+
 def mesh_of(eqn: JaxprEqn) -> Any:
     """The abstract mesh under which the equation was traced; it may be empty."""
     return eqn.ctx.cur_abstract_mesh
@@ -258,9 +277,60 @@ def with_no_mesh(eqn: JaxprEqn) -> JaxprEqn:
     return new
 
 
+# ---- Refs ------------------------------------------------------------------------------------------------------------
+
+
 def is_ref(aval: Any) -> bool:
-    """Whether this is the type of a mutable array."""
+    """Whether this is the type of a Ref."""
     return type(aval).__name__ == "AbstractRef"
+
+
+def without_refs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any], list[int]]:
+    """A program on the values of Refs: the program, captured Refs, and numbers of the arguments of Refs.
+
+    Values of captured Refs are the last arguments. New values of all these Refs, in order, are the last results.
+    """
+    program, _, refs = private_pxla._discharge_refs(closed)
+    return program, list(refs.in_mut), [number for number in refs.out_mut if number is not None]
+
+
+def value_of_ref(ref: Any) -> Any:
+    """The array in a Ref, or the array elsewhere that `set_ref` put there; any other object unchanged."""
+    if type(ref) is not Ref:
+        return ref
+    held = ref._refs
+    return held.value() if type(held) is _Elsewhere else held._buf
+
+
+def set_ref(ref: Any, array: Any) -> None:
+    """Put an array into a Ref. The Ref fetches an array elsewhere when the user reads it."""
+    ref._refs = (_Elsewhere if hasattr(array, "fetch_once") else ArrayRefImpl)(ref._aval, array)
+
+
+class _Elsewhere(ArrayRefImpl):
+    """The contents of a Ref whose array is elsewhere, until the user reads or changes it."""
+
+    def __init__(self, aval: Any, array: Any) -> None:
+        self._aval, self._array, self._here = aval, array, None
+
+    @property
+    def _buf(self) -> Any:  # type: ignore[override]
+        # jax changes this committed array in place, so it shares no memory with the fetched value.
+        if self._here is None:
+            here = jax.numpy.array(self._array[...], copy=True)
+            self._here = jax.device_put(here, jax.local_devices()[0])
+        return self._here
+
+    def value(self) -> Any:
+        """The array elsewhere, unless the user has changed the value here."""
+        if self._here is None or self._is_unchanged():
+            return self._array
+        return self._here
+
+    def _is_unchanged(self) -> bool:
+        if jax.numpy.issubdtype(self._array.dtype, jax.dtypes.extended):
+            return False
+        return np.asarray(self._here).tobytes() == np.asarray(self._array).tobytes()
 
 
 # ---- bound equations -------------------------------------------------------------------------------------------------
@@ -298,6 +368,46 @@ def rebind(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> Any
         return eqn.primitive.bind(*args, **bind_params)
 
 
+def at_line_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """New equations have the source line of `eqn`."""
+    context: AbstractContextManager[Any] = source_info_util.user_context(eqn.source_info.traceback)
+    return context
+
+
+@contextmanager
+def in_context_of(eqn: JaxprEqn) -> Iterator[None]:
+    """New equations have the settings, the source line and, inside the present scopes, the name scopes of `eqn`."""
+    scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes), eqn.ctx.manager:
+        yield
+
+
+def with_constants_as_arguments(jaxpr: Jaxpr) -> Jaxpr:
+    """A program without constants, whose first arguments are the constants."""
+    new: Jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return new
+
+
+def batched_program(
+    program: ClosedJaxpr, axis: str, sizes: Mapping[str, int], is_mapped: Sequence[bool]
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """The program under `jax.vmap(axis_name=axis)`. Mapped arguments and results have the axis as dimension 0.
+
+    sizes: of the axes over which the program has collectives. Returns the program, and whether each result is mapped.
+    """
+    data = private_batching.AxisData(axis, sizes[axis], None, None)
+    in_dims = tuple(0 if mapped else None for mapped in is_mapped)
+    others = [(name, size) for name, size in sizes.items() if name != axis]
+    with extend_axis_env_nd(others):
+        batched, dims = private_batching.batch_jaxpr2(program, data, in_dims)
+
+    def in_front(*args: Any) -> list[Any]:
+        results = jaxpr_as_fun(batched)(*args)
+        return [x if dim is None else jax.numpy.moveaxis(x, dim, 0) for x, dim in zip(results, dims, strict=True)]
+
+    return jax.make_jaxpr(in_front, axis_env=others)(*batched.in_avals), [dim is not None for dim in dims]
+
+
 def result_avals(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
     out: Any
     with eqn.ctx.manager:
@@ -325,6 +435,15 @@ def define_linear(primitive: Primitive, transpose: Rule) -> None:
 def define_batching(primitive: Primitive, rule: Rule) -> None:
     """rule(operands, their batch dimensions, **params) -> (results, their batch dimensions)."""
     batching.primitive_batchers[primitive] = rule
+
+
+def define_axis_batching(primitive: Primitive, rule: Rule) -> None:
+    """rule(axis name, axis size, operand, its dimension or None, **params) -> (result, its dimension or None)."""
+
+    def batch(data: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any) -> Any:
+        return rule(data.name, data.size, operands[0], dims[0], **params)
+
+    batching.fancy_primitive_batchers[primitive] = batch
 
 
 def define_lowering(primitive: Primitive, rule: Rule) -> None:
@@ -369,6 +488,22 @@ def exported_text(code: bytes) -> str:
     with private_mlir.make_ir_context():
         module = jax.export.deserialize(bytearray(code)).mlir_module(serialized=False)
         return private_mlir.module_to_string(module, enable_debug_info=False)
+
+
+def set_memory_kinds(lowered: Any, *in_host: Sequence[bool]) -> None:
+    """Mark the arguments, and the results, of a lowered function that are in host memory."""
+    module = lowered.compiler_ir()
+    main = next(op for op in module.body.operations if str(getattr(op, "name", "")).strip('"') == "main")
+    with module.context:
+        for name, flags in zip(("arg_attrs", "res_attrs"), in_host, strict=True):
+            if not flags:
+                continue
+            given = main.attributes[name] if name in main.attributes else [ir.DictAttr.get({})] * len(flags)
+            marked = []
+            for attributes, is_in_host in zip(given, flags, strict=True):
+                kind = ir.StringAttr.get("pinned_host" if is_in_host else "device")
+                marked.append(ir.DictAttr.get({x.name: x.attr for x in attributes} | {"mhlo.memory_kind": kind}))
+            main.attributes[name] = ir.ArrayAttr.get(marked)
 
 
 def compiled_primitives() -> set[str]:
@@ -595,6 +730,18 @@ def addresses_of(array: jax.Array) -> set[int]:
 
 
 # ---- typed keys that are elsewhere -----------------------------------------------------------------------------------
+
+
+def on_sharding(array: jax.Array, sharding: Any) -> jax.Array:
+    """The same shards as an array with another sharding that cuts the array in the same way, on the same devices."""
+    private: Any = array
+    aval = jax.core.ShapedArray(
+        array.shape,
+        array.dtype,
+        weak_type=array.weak_type,
+        sharding=jax.sharding.NamedSharding(sharding.mesh.abstract_mesh, sharding.spec),
+    )
+    return ArrayImpl(aval, sharding, private._arrays, committed=True, _skip_checks=True)
 
 
 def class_of_remote_keys(of_arrays: type) -> type:

@@ -11,8 +11,10 @@ import numpy as np
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
-from minialpa.ir.equations import is_extended
-from minialpa.tracing.placements import refuse_argument_in_host
+from minialpa.ir.equations import host_type, is_extended
+from minialpa.tracing.host_memory import argument_is_in_host
+from minialpa.tracing.refs import is_ref_leaf, type_in_ref
+from minialpa.tracing.user_meshes import explicit_sharding
 
 
 def argument_name(path: str) -> str:
@@ -21,19 +23,18 @@ def argument_name(path: str) -> str:
     return found[0] if found else path
 
 
-def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of a leaf, without a sharding, since the plan decides it.
+def leaf_type(leaf: Any, path: str) -> Any:
+    """Shape, dtype, weak type and memory of a leaf, and its sharding on Explicit axes, which code may read.
 
-    Raises TraceError, with the leaf's path, unless the leaf is an array of numbers with known dimensions in device
-    memory.
+    Raises TraceError, with the leaf's path, unless the leaf is an array of numbers with known dimensions.
     """
-    found = leaf
+    found = leaf = type_in_ref(leaf, path) if is_ref_leaf(leaf) else leaf
     if not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray | RemoteArray):
         try:
             found = jax.typeof(leaf)
         except Exception as error:  # also one from the leaf's own code
             raise TraceError(_why_no_array(leaf, path)) from error
-        if not isinstance(found, jax.core.ShapedArray):  # a Ref has a shape, too
+        if not isinstance(found, jax.core.ShapedArray):
             raise TraceError(_why_no_array(leaf, path))
 
     if not is_extended(found.dtype) and np.dtype(found.dtype).kind in "OSTUMm":
@@ -45,8 +46,10 @@ def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
             "dimensions are all known integers of at least 0."
         )
 
-    refuse_argument_in_host(leaf, path)
-    return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=bool(getattr(found, "weak_type", False)))
+    is_weak = bool(getattr(found, "weak_type", False))
+    if argument_is_in_host(leaf, path):
+        return host_type(found.shape, found.dtype, weak_type=is_weak)
+    return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=is_weak, sharding=explicit_sharding(found))
 
 
 def _why_no_array(leaf: Any, path: str) -> str:

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from minialpa.ir.block import Block, block_of
-from minialpa.ir.equations import Atom, is_constraint, is_literal, is_weak, sub_jaxprs
+from minialpa.ir.equations import Atom, is_constraint, is_literal, sub_jaxprs, type_of
 from minialpa.support.private_jax import rebind, scopes_of
 
 
@@ -59,7 +59,7 @@ def _without_constraints(program: ClosedJaxpr) -> ClosedJaxpr:
         return eval_flat(block_of(program), args, evaluate)
 
     avals = [var.aval for var in program.jaxpr.invars]
-    return jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=is_weak(a)) for a in avals])
+    return jax.make_jaxpr(run)(*map(type_of, avals))
 
 
 def _constrains(program: Jaxpr) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from minialpa.ir.equations import dtype_name, is_literal, shape_of
+from minialpa.ir.equations import dtype_name, is_in_host, is_literal, shape_of
 from minialpa.support.private_jax import unusual_settings
 
 #: A change is located within 1/32 of the equations.
@@ -93,7 +93,7 @@ def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Seq
 
     def name(atom: Any) -> str:
         text = repr(atom.val) if is_literal(atom) else numbers.setdefault(atom, len(numbers))
-        return f"{text}:{dtype_name(atom)}{shape_of(atom)}"
+        return f"{text}:{dtype_name(atom)}{'<host>' if is_in_host(atom.aval) else ''}{shape_of(atom)}"
 
     lines = [" ".join(map(name, inputs))]
     for eqn in eqns:

@@ -28,25 +28,32 @@ from minialpa.ir.equations import (
     fresh_var,
     is_call,
     is_control_flow,
+    is_in_host,
     is_literal,
-    is_weak,
+    moves_memory,
     shape_of,
     source_line,
     sub_jaxprs,
+    type_of,
     with_each_body,
 )
 from minialpa.ir.op import Op
 from minialpa.support.private_jax import (
+    NO_MESH,
     compiled_function,
     in_scope,
     name_stack,
+    under_mesh,
     under_settings_of,
     warn,
     with_some_line,
     with_source_of,
 )
-from minialpa.tracing.placements import refuse_host_memory, refuse_programs_of_devices, without_meshes
+from minialpa.tracing.host_memory import move_of, refuse_work_on_host
+from minialpa.tracing.manual_regions import REGION, whole_program
 from minialpa.tracing.ragged_products import dense_product
+from minialpa.tracing.refs import StepRefs, on_values, without_unchanged
+from minialpa.tracing.user_meshes import has_mesh_in_types, without_meshes
 
 #: Primitives with a rule, which `keep` adds. Others are written out if possible.
 _KEPT: set[str] = set()
@@ -57,7 +64,7 @@ _REMATS = ("remat2", "checkpoint")
 _OVER_AXES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
     "pmax": lambda x, axes: jnp.max(x, axes),
     "pmin": lambda x, axes: jnp.min(x, axes),
-    "psum": lambda x, axes: jnp.sum(x, axes),
+    "psum": lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
 }
 
 
@@ -72,14 +79,24 @@ def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any]:
     Copies captured NumPy arrays, which may change later. Raises TraceError if `fun` uses host memory, is already a
     program for several devices, or reads a value of another trace.
     """
+    flat, out_shape, refs = trace_with_refs(fun, *args)
+    if refs:
+        raise TraceError("A function with a sharding rule reads a Ref. Pass `ref[...]` to it instead.")
+    return flat, out_shape
+
+
+def trace_with_refs(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any, StepRefs]:
+    """`trace_flat` of a function that may read and write Refs, as a program on their values."""
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    closed, refs = on_values(closed, len(args))
     for value in closed.consts:
         _refuse_traced_value(value)
-    refuse_host_memory(closed)
-    refuse_programs_of_devices(closed.jaxpr)
+    refuse_work_on_host(closed)
     closed = without_meshes(closed)
-    flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
-    return replace(flat, consts=_own_constants(flat.consts)), out_shape
+    with under_mesh(NO_MESH):  # also for equations that replace others
+        flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
+    flat, refs = without_unchanged(replace(flat, consts=_own_constants(flat.consts)), refs)
+    return flat, out_shape, refs
 
 
 def _refuse_traced_value(value: Any) -> None:
@@ -141,9 +158,15 @@ def _warn_of_shardings(eqn: JaxprEqn) -> None:
 
 
 def _only_places(eqn: JaxprEqn) -> bool:
-    """Whether an equation only moves arrays to devices or a mesh of the user."""
-    places = eqn.params["devices"] if eqn.primitive.name == "device_put" else ()
-    return eqn.primitive.name == "reshard" or any(isinstance(place, Sharding | jax.Device) for place in places)
+    """Whether an equation only moves arrays to devices or a mesh of the user, in their memory."""
+    places = eqn.params["devices"] if eqn.primitive.name == "device_put" and not moves_memory(eqn) else ()
+    kinds = Sharding | jax.Device | jax.memory.Space
+    return eqn.primitive.name == "reshard" or any(isinstance(place, kinds) for place in places)
+
+
+def _moves_like_others(eqn: JaxprEqn) -> bool:
+    """Whether an equation moves arrays between memories in the form of `host_memory.move_of`."""
+    return moves_memory(eqn) and len(eqn.invars) == 1 and isinstance(eqn.params["devices"][0], jax.memory.Space)
 
 
 def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
@@ -173,9 +196,16 @@ class _Flattener:
                 self._inline(eqn, env, inner_scope)
             elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 self._replace(eqn, env, scope, _as_reduction(eqn))
+            elif eqn.primitive.name == REGION and (self.writes_out or not has_mesh_in_types(eqn)):
+                whole = whole_program(eqn)
+                operands = [_read(env, atom) for atom in eqn.invars]
+                results = self._body(whole.jaxpr, whole.consts, operands, inner_scope, whole.jaxpr.eqns, eqn)
+                env.update(zip(eqn.outvars, results, strict=True))
             elif self.writes_out and (written := written_out(eqn)) is not None:
                 self._replace(eqn, env, scope, written)
-            elif _only_places(eqn):
+            elif moves_memory(eqn):
+                self._add_moves(eqn, env, inner_scope)
+            elif self.writes_out and _only_places(eqn):
                 env.update((var, _read(env, atom)) for var, atom in zip(eqn.outvars, eqn.invars, strict=True))
             else:
                 self._add(eqn, env, inner_scope)
@@ -187,6 +217,13 @@ class _Flattener:
         operands = [_read(env, atom) for atom in eqn.invars]
         self.ops.append(Op(in_scope(eqn.replace(invars=operands, outvars=outvars), scope), scope))
         env.update(zip(eqn.outvars, outvars, strict=True))
+
+    def _add_moves(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
+        for k, (old, new) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+            if is_in_host(old.aval) == is_in_host(new.aval):
+                env[new] = _read(env, old)
+            else:
+                self._add(move_of(eqn, k), env, scope)
 
     def _replace(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str, traced: ClosedJaxpr) -> None:
         operands = [_read(env, atom) for atom in eqn.invars]
@@ -231,7 +268,7 @@ class _Flattener:
         if not variables:
             return operands
         barrier = jax.make_jaxpr(lambda *arrays: jax.lax.optimization_barrier(arrays))(
-            *[jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]
+            *[type_of(var.aval, keeps_weak=False) for var in variables]
         )
         after = iter(self._body(barrier.jaxpr, (), variables, scope, barrier.jaxpr.eqns))
         return [atom if is_literal(atom) else next(after) for atom in operands]
@@ -250,10 +287,7 @@ def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
 
     # Traced on whole arrays outside any mesh, since parameters may hold shapes and shardings.
-    structs = [
-        jax.ShapeDtypeStruct(shape_of(atom), aval_of(atom).dtype, weak_type=is_weak(aval_of(atom)))
-        for atom in eqn.invars
-    ]
+    structs = [type_of(aval_of(atom)) for atom in eqn.invars]
     with under_settings_of(eqn):
         traced = jax.make_jaxpr(lambda *arrays: compiled(*arrays, **eqn.params))(*structs)
 
@@ -273,7 +307,10 @@ def _is_to_be_written_out(eqns: Iterable[JaxprEqn]) -> bool:
         if is_call(eqn) or is_control_flow(eqn):
             if any(_is_to_be_written_out(inner.eqns) for inner in sub_jaxprs(eqn)):
                 return True
-        elif _only_places(eqn) or _compiled_as(eqn) is not None:
+        elif moves_memory(eqn):
+            if not _moves_like_others(eqn):
+                return True
+        elif eqn.primitive.name == REGION or _only_places(eqn) or _compiled_as(eqn) is not None:
             return True
     return False
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.block import Block
-from minialpa.ir.equations import Atom, fresh_var, is_literal
+from minialpa.ir.equations import Atom, fresh_var, is_literal, type_of
 from minialpa.support.private_jax import result_avals, settings_of
 from minialpa.tracing.flattening import trace_flat
 
@@ -50,7 +49,7 @@ def equations_for(fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprE
 
 
 def _flat_of(fun: Callable[..., Any], operands: Sequence[Atom]) -> Block:
-    flat, _ = trace_flat(fun, *[jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in operands])
+    flat, _ = trace_flat(fun, *[type_of(atom.aval, keeps_weak=False) for atom in operands])
     assert not flat.constvars, flat.constvars
     return flat
 

@@ -1,7 +1,7 @@
 """Which argument leaf each result leaf replaces when a training loop passes the new state to the next call.
 
-A result that replaces a donated argument takes over its memory (`find_aliases`). A result with the structure of an
-argument, donated or not, takes its sharding, so the next call needs no transfer (`find_layouts`).
+A result that replaces a donated argument, or the value of a Ref, takes over its memory (`find_aliases`). A result with
+the structure of an argument, donated or not, takes its sharding, so the next call needs no transfer (`find_layouts`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any, Literal
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.block import Block
-from minialpa.ir.equations import dtype_name, is_inexact, is_literal, operand_vars, shape_of, sub_jaxprs
+from minialpa.ir.equations import dtype_name, is_in_host, is_inexact, is_literal, operand_vars, shape_of, sub_jaxprs
 from minialpa.ir.op import is_transposed
 from minialpa.support.private_jax import name_stack
+from minialpa.tracing.refs import NO_REFS, OF_REF, StepRefs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class StepValues:
     arg_of_leaf: Sequence[int]
     batch_dims: Sequence[int | None]
     gradients: Sequence[Var]
+    refs: StepRefs = NO_REFS
 
     def leaves_of(self, arg: int) -> list[int]:
         return [i for i, owner in enumerate(self.arg_of_leaf) if owner == arg]
@@ -38,8 +40,9 @@ def find_aliases(
     values: StepValues, donate: Sequence[int] | Literal["auto"], state_like: Sequence[int]
 ) -> tuple[int | None, ...]:
     """For each result leaf, the number of the donated argument leaf that it replaces. Parameters: see `trace_step`."""
-    args = sorted(set(values.arg_of_leaf)) if donate == "auto" else sorted(donate)
-    aliases: list[int | None] = [None] * len(values.flat.outvars)
+    args = sorted({*values.arg_of_leaf} - {OF_REF}) if donate == "auto" else sorted(donate)
+    n_returned = len(values.flat.outvars) - len(values.refs.updated)
+    aliases: list[int | None] = [*[None] * n_returned, *values.refs.updated]
     for arg in args:
         leaves = values.leaves_of(arg)
         if not leaves or values.has_batch(leaves):
@@ -61,7 +64,7 @@ def find_layouts(values: StepValues, aliases: Sequence[int | None]) -> tuple[int
     """`aliases` and, for other results, an argument of their structure, as for gradients or a kept state."""
     layouts = list(aliases)
     aliased = {values.arg_of_leaf[i] for i in aliases if i is not None}
-    for arg in sorted(set(values.arg_of_leaf) - aliased):
+    for arg in sorted({*values.arg_of_leaf} - aliased - {OF_REF}):
         leaves = values.leaves_of(arg)
         # An argument of scalars only would match any scalars.
         if values.has_batch(leaves) or not any(shape_of(values.flat.invars[i]) for i in leaves):
@@ -84,7 +87,7 @@ def _find_replacement(flat: Block, leaves: Sequence[int], taken: Sequence[int | 
 
 
 def _signature(atom: Any) -> tuple[Any, ...]:
-    return shape_of(atom), dtype_name(atom)
+    return shape_of(atom), dtype_name(atom), is_in_host(atom.aval)
 
 
 def _is_updated(values: StepValues, inputs: Sequence[Var], outputs: Sequence[Any]) -> bool:

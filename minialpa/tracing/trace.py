@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 from jax.extend.core import Var
+from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
 from minialpa.errors import TraceError
@@ -24,10 +25,12 @@ from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
 from minialpa.tracing.batched_lookups import with_batched_lookups
 from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
 from minialpa.tracing.flags import with_flags_as_tests
-from minialpa.tracing.flattening import trace_flat
+from minialpa.tracing.flattening import trace_with_refs
 from minialpa.tracing.gradients import tracing_step
 from minialpa.tracing.origins import with_origins, without_marks
+from minialpa.tracing.refs import NO_REFS, StepRefs, captured_path, check_distinct, in_batch, is_ref_leaf, ref_type
 from minialpa.tracing.replacements import StepValues, find_aliases, find_layouts
+from minialpa.tracing.user_meshes import explicit_sharding, is_unreduced
 
 T = TypeVar("T")
 
@@ -67,6 +70,8 @@ class TracedStep:
         out_parts: the same for outvars and result leaves.
         in_tree: pytree of the arguments, as a tuple without the static ones; None if unknown.
         no_batch: why no batch was recognised; None if there is one, or if the user named the batch arguments.
+        out_shardings: for each leaf of `out_tree`, the sharding of its type on Explicit axes of the user, or None.
+        refs: Refs among and beside the arguments. Their new values are results after the leaves of `out_tree`.
     """
 
     flat: Block
@@ -83,6 +88,8 @@ class TracedStep:
     out_parts: tuple[LeafPart, ...] = ()
     in_tree: PyTreeDef | None = None
     no_batch: NoBatch | None = None
+    out_shardings: tuple[NamedSharding | None, ...] = ()
+    refs: StepRefs = NO_REFS
     _known: list[Fingerprint] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def argument(self, i: int) -> LeafPart:
@@ -142,14 +149,17 @@ def trace_step(
     state_like: numbers of arguments that "auto" donates once results have their shapes and dtypes.
     in_tree: the pytree of the arguments, if known.
 
-    Raises TraceError if a leaf is not an array, or if the step's Python code needs the value of one.
+    Raises TraceError if a leaf is neither an array nor a Ref, or if the step's Python code needs the value of one.
     """
+    check_distinct(leaves, in_paths)
     types = [leaf_type(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True)]
-    batch_dims, batch_size = find_batch_dims(types, in_paths, is_batch)
+    batch_dims, batch_size = find_batch_dims(types, in_paths, in_batch(leaves, in_paths, is_batch))
 
     try:
         with tracing_step():
-            flat, results = trace_flat(fun, *types)
+            pairs = zip(leaves, types, strict=True)
+            args = [ref_type(found) if is_ref_leaf(leaf) else found for leaf, found in pairs]
+            flat, results, refs = trace_with_refs(fun, *args)
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
@@ -169,17 +179,26 @@ def trace_step(
         }
         raise TraceError(_trace_message(error, scalars)) from error
 
+    _check_reduced(results)
     # Dead operations go last: batched lookups no longer read the equations of the positions.
     program = without_marks(with_flags_as_tests(with_batched_lookups(flat)))
     flat = with_origins(program.flat.without_dead_operations())
 
-    values = StepValues(flat=flat, arg_of_leaf=arg_of_leaf, batch_dims=batch_dims, gradients=program.gradients)
+    paths = (*in_paths, *map(captured_path, range(len(refs.captured))))
+    check_distinct((*leaves, *refs.captured), paths)
+    batch_dims += (None,) * len(refs.captured)
+    values = StepValues(
+        flat=flat, arg_of_leaf=refs.owners(arg_of_leaf), batch_dims=batch_dims, gradients=program.gradients, refs=refs
+    )
     aliases = find_aliases(values, donate, state_like)
     named_results = jax.tree_util.tree_leaves_with_path(results)
     return TracedStep(
         flat=flat,
-        in_paths=tuple(in_paths),
-        out_paths=tuple("result" + jax.tree_util.keystr(path) for path, _ in named_results),
+        in_paths=paths,
+        out_paths=(
+            *("result" + jax.tree_util.keystr(path) for path, _ in named_results),
+            *(f"{paths[i]}[...]" for i in refs.updated),
+        ),
         batch_dims=batch_dims,
         batch_size=batch_size,
         aliases=aliases,
@@ -188,7 +207,19 @@ def trace_step(
         n_boundaries=max([program.n_boundaries, *(op.origin.layer for op in flat.ops)]),
         out_tree=jax.tree.structure(results),
         in_tree=in_tree,
+        out_shardings=tuple(map(explicit_sharding, jax.tree.leaves(results))),
+        refs=refs,
     )
+
+
+def _check_reduced(results: Any) -> None:
+    for path, result in jax.tree_util.tree_leaves_with_path(results):
+        sharding = explicit_sharding(result)
+        if sharding is not None and is_unreduced(sharding):
+            raise TraceError(
+                f"`result{jax.tree_util.keystr(path)}` is unreduced over axes of the mesh ({sharding.spec}). Return "
+                "`jax.sharding.reshard(x, spec)` with a spec without unreduced axes."
+            )
 
 
 #: In the text of a ValueError of an inner `jax.jit`.
@@ -240,9 +271,12 @@ def with_batch(
 
     batch: numbers of the arguments that hold examples. Other parameters and errors: see `trace_step`.
     """
+    arg_of_leaf = step.refs.owners(arg_of_leaf)
     types = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in step.flat.invars]
     batch_dims, batch_size = find_batch_dims(types, step.in_paths, [number in batch for number in arg_of_leaf])
-    values = StepValues(flat=step.flat, arg_of_leaf=arg_of_leaf, batch_dims=batch_dims, gradients=step.gradients)
+    values = StepValues(
+        flat=step.flat, arg_of_leaf=arg_of_leaf, batch_dims=batch_dims, gradients=step.gradients, refs=step.refs
+    )
 
     # No result replaces a batch argument. If no alias named one, the aliases of "auto" stay.
     is_new = donate != "auto" or any(i is not None and batch_dims[i] is not None for i in step.aliases)

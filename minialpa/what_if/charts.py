@@ -32,10 +32,9 @@ class ChartPoint:
 class ChartLine:
     """The cases of a cluster.
 
-    Attributes:
-        number: of the cluster, for its colour.
-        ideal: height of the last point if it had the rate of the first point on each GPU; None in other charts.
-        missing: horizontal places of cases without a plan, with reasons.
+    number: of the cluster, for its colour.
+    ideal: height of the last point at the first point's rate on each GPU; None in other charts.
+    missing: horizontal places of cases without a plan, with reasons.
     """
 
     number: int
@@ -57,8 +56,6 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From numbers to places."""
-
     low: float
     high: float
     start: float
@@ -70,7 +67,6 @@ class _Scale:
         return self.start + (self.stop - self.start) * ((at - low) / (high - low) if high > low else 0.5)
 
     def marks(self) -> list[float]:
-        """Round numbers."""
         if not self.is_log:
             step = _round_above((self.high - self.low) / _MOST_TICKS)
             return [i * step for i in range(int(self.high / step * (1 + 1e-9)) + 1)]
@@ -87,7 +83,7 @@ def _round_above(value: float) -> float:
 
 
 def rate_chart(outcomes: Sequence[CaseOutcome], clusters: Sequence[str], unit: str) -> Chart | None:
-    """Tokens per second, both axes logarithmic: equal rates on each GPU are a line parallel to the ideal one.
+    """Per second, on logarithmic axes: equal rates on each GPU are a line parallel to the ideal one.
 
     None if fewer than two numbers of GPUs have a plan.
     """

@@ -29,7 +29,6 @@ class CaseOutcome:
     Attributes:
         reason: empty if there is a plan.
         is_error: whether the step cannot be planned, even with enough memory.
-        step_s: predicted seconds of a step.
         examples, tokens, utilisation: as in `report.figures.Throughput`.
         parts: as in `report.figures.time_parts`.
         peak_bytes, memory: of each device of the fullest stage, and by kind.
@@ -81,7 +80,7 @@ class CaseOutcome:
 
     @property
     def cost(self) -> float | None:
-        """Dollars for a million tokens or examples."""
+        """In dollars."""
         return None if self.price is None or self.gpu_hours is None else self.price * self.gpu_hours
 
     @property
@@ -90,7 +89,7 @@ class CaseOutcome:
         return None if self.peak_bytes is None else self.peak_bytes / self.case.memory_bytes
 
     def record(self) -> dict[str, Any]:
-        """The columns of the CSV file, with units in their names; None for unknown values."""
+        """Columns of the CSV file, with units in their names; None for unknown values."""
         case = self.case
         return {
             "model": case.model,
@@ -124,13 +123,13 @@ class CaseOutcome:
 
 
 def unit_of(outcomes: Iterable[CaseOutcome]) -> str:
-    """The unit of rates: `tokens`, `examples`, or both."""
+    """`tokens`, `examples`, or both."""
     has_tokens = {one.tokens is not None for one in outcomes if one.fits}
     return "tokens" if has_tokens == {True} else "tokens or examples" if len(has_tokens) == 2 else "examples"
 
 
 def outcome_of(case: Case, plan: Plan, price: float | None) -> CaseOutcome:
-    """The plan may be for more memory than the case has, if the plan fits there."""
+    """The plan may be for more memory than the case has, if it fits there."""
     rates, parts = throughput(plan), time_parts(plan)
     fullest = max(range(len(plan.stages)), key=lambda k: plan.stages[k].peak_bytes)
     kept = "/".join(sorted(set(plan.remat) - {"none"}))
@@ -158,7 +157,7 @@ def outcome_of(case: Case, plan: Plan, price: float | None) -> CaseOutcome:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first sentence of the message, and the next one if only it has bytes. Errors of others have their type."""
+    """The first sentence, and the next one if only it has bytes. Errors of others have their type."""
     text = " ".join(str(error).partition("\n")[0].split())
     if not isinstance(error, MinialpaError):
         text = f"{type(error).__name__}: {text}"

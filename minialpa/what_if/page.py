@@ -21,7 +21,7 @@ from minialpa.what_if.charts import HEIGHT, cost_chart, rate_chart
 from minialpa.what_if.grid import Case
 from minialpa.what_if.outcomes import TIME_PARTS, CaseOutcome, unit_of
 
-#: For each of `_CHOICES`, the number of the option that a case has.
+#: The number of a case's option, for each of `_CHOICES`.
 Key = tuple[int, ...]
 
 _SECTIONS = (
@@ -47,7 +47,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A number of a case. owner: the number that may decide this one, as a preset decides the memory."""
+    """owner: the number that may decide this one, as a preset decides the memory."""
 
     name: str
     label: str
@@ -65,7 +65,7 @@ _CHOICES = (
     _Choice("memory", "Memory of a GPU", lambda case: case.memory_bytes, bytes_text, lambda case: case.cluster),
     _Choice("links", "Speed of links", lambda case: case.link_speed, "× {:g}".format),
 )
-#: A rate on each GPU below this part of the best one has no colour in the grid.
+#: Below this part of the best rate on a GPU, the grid has no colour.
 _LEAST_SHARE = 0.3
 _MODEL, _CLUSTER, _GPUS, _BATCH, _SEQUENCE, _MEMORY, _LINKS = range(len(_CHOICES))
 
@@ -76,7 +76,7 @@ class _Grid:
 
     @cached_property
     def options(self) -> tuple[tuple[Any, ...], ...]:
-        """The values of each choice; `(None,)` if its owner decides."""
+        """`(None,)` if the owner of a choice decides."""
         return tuple(map(self._options_of, _CHOICES))
 
     def _options_of(self, choice: _Choice) -> tuple[Any, ...]:
@@ -101,14 +101,14 @@ class _Grid:
         return {key: i for i, key in enumerate(self.by_key)}
 
     def views(self) -> Iterator[tuple[Key, list[CaseOutcome]]]:
-        """Each view, as a key with 0 for cluster and GPUs."""
+        """Keys have 0 for cluster and GPUs."""
         found: dict[Key, list[CaseOutcome]] = {}
         for key, one in self.by_key.items():
             found.setdefault((key[_MODEL], 0, 0, *key[_BATCH:]), []).append(one)
         yield from found.items()
 
     def first(self) -> Key:
-        """The case that the page shows first."""
+        """The first case on the page."""
         _, outcomes = min(self.views(), key=lambda view: (view[0][:_MEMORY], _strangeness(view[1][0].case)))
         best = answers(outcomes)
         return self.key(best[0][1].case if best else outcomes[0].case)
@@ -120,7 +120,7 @@ def _strangeness(case: Case) -> float:
 
 
 def answers(outcomes: Iterable[CaseOutcome]) -> list[tuple[str, CaseOutcome]]:
-    """(question, best case) of a view, the cheapest first; empty if no case fits."""
+    """(question, best case), the cheapest first; empty if no case fits."""
     found = [one for one in outcomes if one.step_s is not None]
     if not found:
         return []
@@ -156,7 +156,7 @@ def remedies(grid: _Grid, key: Key) -> list[str]:
 
 
 def page(outcomes: Sequence[CaseOutcome], *, method: str, effort: str, csv: str) -> str:
-    """csv: the text of the file that the page offers."""
+    """csv: text."""
     grid = _Grid(outcomes)
     first = grid.first()
     cost = any(one.cost is not None for one in outcomes)
@@ -252,14 +252,14 @@ def _pattern(key: Key, free: Sequence[int]) -> str:
 
 
 def _situation(grid: _Grid, key: Key) -> Iterator[str]:
-    """`batch 1,024`, `80 GB`: the choices of a view that have several options."""
+    """`batch 1,024`, `80 GB`: the choices of a view with several options."""
     for i, prefix in ((_BATCH, "batch "), (_SEQUENCE, "sequence "), (_MEMORY, ""), (_LINKS, "links ")):
         if len(grid.options[i]) > 1:
             yield prefix + _CHOICES[i].text(grid.options[i][key[i]])
 
 
 def _heats(grid: _Grid, first: Key) -> Iterator[dict[str, Any]]:
-    """A table for each batch, sequence, memory and links: GPUs by models and clusters."""
+    """For each batch, sequence, memory and links: GPUs by models and clusters."""
     best: dict[tuple[int, int], float] = {}
     for key, one in grid.by_key.items():
         place = key[_MODEL], key[_SEQUENCE]

@@ -130,7 +130,7 @@ def _processes(n: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Processes that start here do not get the Ctrl-C of a terminal: this process ends them."""
+    """Processes that start here get no Ctrl-C of a terminal: this process ends them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -150,7 +150,7 @@ def _begin_process(lives: Connection) -> None:
 
 
 def _end_with(lives: Connection) -> None:
-    """End this process when the other end of the pipe closes."""
+    """When the other end of the pipe closes."""
     try:
         lives.recv()
     finally:
@@ -161,7 +161,6 @@ def _end_with(lives: Connection) -> None:
 
 
 def plan_cases(task: Sequence[Case], request: Request) -> list[CaseOutcome]:
-    """The outcomes of a task."""
     plans: list[Plan] = []
     failed: tuple[Case, Exception] | None = None
     for case in task:

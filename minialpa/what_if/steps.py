@@ -13,7 +13,7 @@ from minialpa.errors import MinialpaError
 
 
 def load(model: str, batch: int | None, sequence: int | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step for one device and its arguments. Raises MinialpaError."""
+    """The step for one device, and its arguments. Raises MinialpaError."""
     if ":" in model:
         from minialpa.cli.model import load_step
 
@@ -40,7 +40,7 @@ def default_batch(model: str) -> int | None:
 
 
 def check(model: str, batches: Sequence[int | None], sequences: Sequence[int | None]) -> None:
-    """Raise MinialpaError if the model does not exist, or has no such batch or sequence."""
+    """Raise MinialpaError if the model, or such a batch or sequence, does not exist."""
     if ":" in model:
         load(model, batches[0], sequences[0])
         return

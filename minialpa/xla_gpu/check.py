@@ -55,9 +55,9 @@ def check_programs(
 
 
 def _stage_check(k: int, program: MeshProgram, compiled: Sequence[GpuProgram], plan: Plan) -> StageCheck:
-    """The comparison of stage `k` with its compiled functions."""
     stage = plan.stages[k]
     peak_bytes, fullest_function = _peak_of(program, compiled)
+    host_bytes, _ = _peak_of(program, compiled, in_host=True)
     times = Counter(i.function for i in program.instructions if isinstance(i, Run | Accumulate))
     functions = [_function_check(program, i, made, times[i], plan, k) for i, made in enumerate(compiled)]
     return StageCheck(
@@ -72,6 +72,8 @@ def _stage_check(k: int, program: MeshProgram, compiled: Sequence[GpuProgram], p
         + sum(stage.between_s),
         compiled_s=sum(one.times_per_step * one.total_s for one in functions),
         functions=tuple(functions),
+        planned_host_bytes=stage.host_bytes,
+        compiled_host_bytes=host_bytes,
     )
 
 
@@ -82,7 +84,7 @@ def _device_of(plan: Plan, k: int) -> DeviceSpec:
 def _function_check(
     program: MeshProgram, number: int, made: GpuProgram, times: int, plan: Plan, k: int
 ) -> FunctionCheck:
-    """Memory and times of a function of stage `k`. times: its runs in a step."""
+    """times: runs in a step."""
     mesh = plan.stages[k].mesh
 
     @functools.cache
@@ -119,17 +121,18 @@ def _compiled_collectives(compiled: Sequence[GpuProgram], times: Counter[int]) -
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _peak_of(program: MeshProgram, compiled: Sequence[GpuProgram]) -> tuple[int, str]:
-    """Peak bytes of a device of a mesh, and the function that runs then."""
+def _peak_of(program: MeshProgram, compiled: Sequence[GpuProgram], *, in_host: bool = False) -> tuple[int, str]:
+    """Of a device of a mesh, or of host memory for it; also the function that runs then."""
     live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
-    peak_bytes, fullest = sum(_buffer_bytes(program, b) for b in live), ""
+    bytes_of = functools.partial(_buffer_bytes, program, in_host=in_host)
+    peak_bytes, fullest = sum(map(bytes_of, live)), ""
 
     for instruction in program.instructions:
         match instruction:
             case Run() | Accumulate():
                 function, inputs, outputs = _call(instruction)
-                held_bytes = sum(_buffer_bytes(program, b) for b in live.difference(inputs))
-                needed_bytes = held_bytes + compiled[function].peak_bytes
+                of_function = compiled[function].host_peak_bytes if in_host else compiled[function].peak_bytes
+                needed_bytes = sum(map(bytes_of, live.difference(inputs))) + of_function
                 if needed_bytes > peak_bytes:
                     peak_bytes, fullest = needed_bytes, program.functions[function].name
                 live.difference_update(inputs[k] for k in program.functions[function].donated)
@@ -153,8 +156,10 @@ def _call(instruction: Run | Accumulate) -> tuple[int, tuple[int, ...], tuple[in
             return function, (*accumulators, *values), accumulators
 
 
-def _buffer_bytes(program: MeshProgram, buffer: int) -> int:
+def _buffer_bytes(program: MeshProgram, buffer: int, *, in_host: bool) -> int:
     kind = program.types[buffer]
+    if kind.in_host != in_host:
+        return 0
     sharding = NamedSharding(abstract_mesh(program.shape.logical_shape), program.specs[buffer])
     n_elements = math.prod(sharding.shard_shape(kind.data_shape))
     return math.ceil(n_elements * np.dtype(kind.dtype).itemsize)

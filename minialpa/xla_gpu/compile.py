@@ -38,7 +38,7 @@ class GpuCompileError(MinialpaError, RuntimeError):
 
 
 def compile_for_gpus(requests: Sequence[CompileRequest], *, cache: Path | None = None) -> list[GpuProgram]:
-    """Compile each function; equal ones once. The programs are in the order of the requests.
+    """Compile each function, equal ones once, in the order of the requests.
 
     cache: a folder of compiled programs, which gets the new ones.
 
@@ -61,7 +61,7 @@ def compile_for_gpus(requests: Sequence[CompileRequest], *, cache: Path | None =
 
 
 def _check_installed(target: GpuTarget) -> None:
-    """Raise GpuCompileError unless XLA can compile for the target here."""
+    """Raises GpuCompileError."""
     has_12, has_13 = (importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (12, 13))
     if not has_12 and not has_13:
         raise GpuCompileError(
@@ -76,7 +76,7 @@ def _check_installed(target: GpuTarget) -> None:
 
 
 def _key(request: CompileRequest) -> str:
-    """A hash of all inputs of a compilation, without the user's names: equal layers have different ones."""
+    """A hash without the user's names: equal layers have different ones."""
     f, target = request.function, request.target
     specs = [str(spec) for spec in (*f.in_specs, *f.out_specs)]
     types = [repr(kind) for kind in (*f.in_types, *f.out_types)]
@@ -89,7 +89,7 @@ def _key(request: CompileRequest) -> str:
 
 
 def _compile_all(missing: dict[str, CompileRequest], flags: Sequence[str]) -> Iterator[tuple[str, GpuProgram]]:
-    """Each program when it is done. The processes end with the iterator."""
+    """Programs in the order of their ends. The processes end with the iterator."""
     processes = [_Process(flags) for _ in range(min(_MOST_PROCESSES, os.cpu_count() or 1, len(missing)))]
     free: queue.SimpleQueue[_Process] = queue.SimpleQueue()
     for process in processes:
@@ -102,7 +102,7 @@ def _compile_all(missing: dict[str, CompileRequest], flags: Sequence[str]) -> It
         finally:
             free.put(process)
 
-    # Long functions first: at the end, one would run alone.
+    # At the end, a long function would run alone.
     keys = sorted(missing, key=lambda key: -len(missing[key].function.code))
     pool = ThreadPoolExecutor(len(processes))
     try:
@@ -117,7 +117,7 @@ def _compile_all(missing: dict[str, CompileRequest], flags: Sequence[str]) -> It
 
 
 class _Process:
-    """A process that compiles one function at a time."""
+    """Compiles one function at a time."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
@@ -133,7 +133,7 @@ class _Process:
         )
 
     def ask(self, request: CompileRequest) -> GpuProgram:
-        """The compiled function. Raises GpuCompileError if XLA refuses it, or ends the process."""
+        """Raises GpuCompileError if XLA refuses the function, or ends the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             send(self._process.stdin, request)
@@ -154,7 +154,7 @@ class _Process:
         self._process.kill()
 
     def close(self) -> None:
-        """Close the streams, after the last thread has stopped waiting."""
+        """After the last thread has stopped waiting."""
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             assert stream is not None

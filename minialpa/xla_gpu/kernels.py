@@ -39,7 +39,7 @@ _RATES = {"bf16": "bfloat16", "f16": "float16", "f32": "tensorfloat32", "f64": "
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The matrix products and convolutions of a kernel; `rate` names the device's rate for them."""
+    """Of a kernel, convolutions included. rate: names the device's rate."""
 
     flops: float
     rate: str
@@ -47,13 +47,13 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Prices of the kernels of a program. Without a device, XLA's estimates count."""
+    """Without a device, XLA's estimates count."""
 
     module: Module
     device: DeviceSpec | None
 
     def seconds(self, instruction: Instruction, around: Computation) -> float:
-        """Seconds of an instruction of the computation `around`; 0 if it is no kernel."""
+        """0 if the instruction is no kernel."""
         estimates, device = _estimates_s(instruction), self.device
         estimate_s = estimates.get(_TABLE, estimates.get(_MODEL, 0.0))
         if device is None or not (estimates or "__cudnn$conv" in instruction.attributes):
@@ -74,7 +74,7 @@ class Kernels:
         return max(estimate_s / (1.0 if device.kernels is None else device.kernels.sustained), device.launch_s)
 
     def product(self, instruction: Instruction, around: Computation) -> Product | None:
-        """The products of an instruction, or of the computation that it calls."""
+        """In the instruction, or the computation that it calls."""
         shapes = self._shapes(around.name)
         if flops := flops_of(instruction, shapes):
             dtype = shapes[instruction.operands[0]].partition("[")[0]
@@ -89,7 +89,7 @@ class Kernels:
         return Product(sum(one.flops for one in inside), inside[0].rate) if inside else None
 
     def _bytes(self, instruction: Instruction, around: Computation) -> float:
-        """Bytes of operands and results: an upper bound, since a kernel may read slices."""
+        """An upper bound, since a kernel may read slices."""
         shapes = self._shapes(around.name)
         texts = (instruction.shape, *(shapes[name] for name in instruction.operands if name in shapes))
         return sum(n_bytes for text in texts for _, n_bytes in array_sizes(text))

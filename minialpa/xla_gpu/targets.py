@@ -19,12 +19,11 @@ class GpuTarget:
     """One kind of GPU.
 
     Attributes:
-        name: the driver's name.
+        name: of the driver.
         compute_capability: (major, minor) of CUDA.
         n_cores: streaming multiprocessors.
         n_fpus_per_core: units for 32-bit floating point in a streaming multiprocessor.
         clock_ghz: highest clock rate of the cores.
-        memory_bandwidth: bytes per second.
         shared_bytes_per_block: most shared memory that a block can request.
         cudnn: (major, minor) of cuDNN on the target. Compiling does not need it.
     """
@@ -43,7 +42,7 @@ class GpuTarget:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """XLA's flags for the target, besides the options with which a plan compiles its functions.
+        """For the target, besides the options with which a plan compiles its functions.
 
         Tuning is off, since it needs a GPU. The program gets XLA's estimate for each kernel. From Hopper on, the
         scheduler has tables of measured kernels; without tables, it guesses the overlap.
@@ -57,7 +56,7 @@ class GpuTarget:
 
     @property
     def text(self) -> str:
-        """The target as text of XLA's `GpuTargetConfigProto`, with CUDA's limits of blocks."""
+        """`GpuTargetConfigProto`, with CUDA's limits of blocks."""
         major, minor = self.compute_capability
         # From Hopper on, XLA compiles for the features of exactly this generation.
         features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
@@ -144,7 +143,7 @@ TARGETS: dict[str, GpuTarget] = {
 
 
 def target_of(name: str) -> GpuTarget:
-    """The target of this name (a key of `TARGETS`), or in the JSON file of this name.
+    """By a key of `TARGETS`, or in the JSON file of this name.
 
     Raises VerifyError if there is neither, or if the file has other fields than `GpuTarget`.
     """

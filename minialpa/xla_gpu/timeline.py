@@ -34,10 +34,8 @@ _KERNEL_CALL, _KERNEL_RATE = "__cudnn$fmha", "float16"
 class ExposedCollective:
     """One collective of a program.
 
-    Attributes:
-        seconds: of one run.
-        exposed_s: seconds of one run in which no kernel runs beside it.
-        has_work: whether any kernel runs beside it.
+    exposed_s: seconds of one run in which no kernel runs beside it.
+    has_work: any kernel runs beside it.
     """
 
     collective: HloCollective
@@ -47,7 +45,7 @@ class ExposedCollective:
 
     @property
     def n_bytes(self) -> float:
-        """Bytes of all runs."""
+        """In all runs."""
         return self.collective.times * self.collective.n_bytes
 
 
@@ -55,10 +53,8 @@ class ExposedCollective:
 class DeviceTimeline:
     """The times of a program on a device.
 
-    Attributes:
-        kernels_s: seconds of all kernels.
-        total_s: seconds of all kernels and of the exposed parts of collectives.
-        exposed: all collectives, in the order of their ends.
+    total_s: seconds of all kernels and of the exposed parts of collectives.
+    exposed: all collectives, in the order of their ends.
     """
 
     kernels_s: float
@@ -67,7 +63,7 @@ class DeviceTimeline:
 
     @property
     def exposed_bytes(self) -> float:
-        """Bytes of collectives, in proportion to their exposed seconds."""
+        """In proportion to exposed seconds."""
         return sum(a.n_bytes * a.exposed_s / a.seconds for a in self.exposed if a.seconds)
 
     @property
@@ -78,10 +74,10 @@ class DeviceTimeline:
 def timeline(
     text: str, seconds_of: Callable[[HloCollective], float], device: DeviceSpec | None = None
 ) -> DeviceTimeline:
-    """The timeline of the program that XLA printed as `text`.
+    """Of the program that XLA printed as `text`.
 
-    seconds_of: seconds of one run of a collective. XLA's estimates are at least 0.1 ms, and are missing for some kinds.
-    device: the GPU by which XLA's estimates of kernels are corrected.
+    seconds_of: one run of a collective. XLA's estimates are at least 0.1 ms, and are missing for some kinds.
+    device: corrects XLA's estimates of kernels.
     """
     module = parse_module(text)
     exposed: list[ExposedCollective] = []
@@ -93,11 +89,10 @@ def timeline(
 class _Clock:
     """Times of a computation since its start.
 
-    Attributes:
-        now: end of the last kernel.
-        kernels_s: seconds of kernels so far.
-        links_free: end of the last collective.
-        started: for each running collective, its end, and `kernels_s` at its start.
+    now: end of the last kernel.
+    kernels_s: so far.
+    links_free: end of the last collective.
+    started: for each running collective, its end, and `kernels_s` at its start.
     """
 
     now: float = 0.0
@@ -122,7 +117,7 @@ class _Clock:
 
 
 class _ModuleWalk:
-    """Times the computations of a module, and appends each collective to `exposed`."""
+    """Appends each collective to `exposed`."""
 
     def __init__(
         self, kernels: Kernels, seconds_of: Callable[[HloCollective], float], exposed: list[ExposedCollective]
@@ -131,7 +126,7 @@ class _ModuleWalk:
         self._seconds_of, self._exposed = seconds_of, exposed
 
     def run(self, name: str, times: int, *, in_loop: bool = False) -> tuple[float, float]:
-        """Seconds of kernels, and of all, in one of `times` runs of a computation."""
+        """(kernels, all) in one of `times` runs."""
         computation, clock = self._module.computations[name], _Clock()
         pending: dict[str, HloCollective] = {}
         for instruction in computation.instructions:
@@ -155,7 +150,7 @@ class _ModuleWalk:
     def _instruction_s(
         self, instruction: Instruction, around: Computation, times: int, in_loop: bool
     ) -> tuple[float, float]:
-        """Seconds of kernels, and of all, of an instruction."""
+        """(kernels, all)."""
         device = self._kernels.device
         if device is not None and KERNEL_SCOPE in _op_name(instruction):
             flops = self._attention_flops(instruction, around, in_loop)
@@ -177,7 +172,7 @@ class _ModuleWalk:
         return seconds, seconds
 
     def _attention_flops(self, instruction: Instruction, around: Computation, in_loop: bool) -> float:
-        """Floating point operations of the products of an attention, by one of its programs."""
+        """Counted in one of its programs."""
         if instruction.opcode == "while":
             n_trips = instruction.n_trips
             return n_trips * sum(self._flops_inside(name, in_loop=True) for name in instruction.called("body"))
@@ -209,7 +204,7 @@ def _branches(instruction: Instruction) -> tuple[str, ...]:
 
 
 def _branch(instruction: Instruction, each: Sequence[tuple[float, float]], in_loop: bool) -> tuple[float, float]:
-    """Seconds of a conditional: of its longest branch, since the text does not name the branch that runs.
+    """The longest branch, since the text does not name the branch that runs.
 
     In a loop, the mean counts, since iterations take different branches: a causal mask hides half of the pairs of
     blocks. In the gradient of an attention the shortest counts: it rarely recomputes its first pass.

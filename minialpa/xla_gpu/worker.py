@@ -21,10 +21,10 @@ from minialpa.xla_gpu.targets import GpuTarget
 class GpuProgram:
     """A compiled function. All bytes are of one device.
 
-    Attributes:
-        temporary_bytes: of all buffers that are neither arguments nor results.
-        alias_bytes: of results in the memory of donated arguments.
-        text: the scheduled program, with XLA's estimate for each kernel.
+    temporary_bytes: of all buffers that are neither arguments nor results.
+    alias_bytes: of results in the memory of donated arguments.
+    text: the scheduled program, with XLA's estimate for each kernel.
+    host_peak_bytes: in host memory; the other fields are of device memory.
     """
 
     argument_bytes: int
@@ -32,6 +32,7 @@ class GpuProgram:
     temporary_bytes: int
     alias_bytes: int
     text: str
+    host_peak_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -43,10 +44,9 @@ class GpuProgram:
 class CompileRequest:
     """One function to compile.
 
-    Attributes:
-        function: exported for "cuda".
-        mesh_shape: the logical mesh on which it runs.
-        n_hosts: hosts of this mesh, with equally many GPUs.
+    function: exported for "cuda".
+    mesh_shape: the logical mesh on which it runs.
+    n_hosts: hosts of this mesh, with equally many GPUs.
     """
 
     function: MeshFunction
@@ -56,8 +56,8 @@ class CompileRequest:
 
 
 def compiled(request: CompileRequest) -> GpuProgram:
-    """The function, compiled for GPUs that this machine may lack."""
-    # Imported here: `compile.py` needs `CompileRequest` without the compiler.
+    """This machine may lack such GPUs."""
+    # `compile.py` needs `CompileRequest` without the compiler.
     import math
 
     import jax
@@ -67,6 +67,7 @@ def compiled(request: CompileRequest) -> GpuProgram:
 
     from minialpa.programs.mesh_program import callable_of
     from minialpa.sharding import abstract_mesh
+    from minialpa.support.private_jax import set_memory_kinds
 
     n_devices = math.prod(request.mesh_shape)
     layout = f"1x{request.n_hosts}x{n_devices // request.n_hosts}"
@@ -83,11 +84,12 @@ def compiled(request: CompileRequest) -> GpuProgram:
         donate_argnums=function.donated,
         keep_unused=True,
     )
-    made = (
-        jitted.trace(*avals)
-        .lower(lowering_platforms=("cuda",))
-        .compile(compiler_options=dict(function.compiler_options))
-    )
+    lowered = jitted.trace(*avals).lower(lowering_platforms=("cuda",))
+    in_host = [[kind.in_host for kind in types] for types in (function.in_types, function.out_types)]
+    if any(map(any, in_host)):
+        # Devices of a topology have no memories, so their shardings have no memory kind.
+        set_memory_kinds(lowered, *in_host)
+    made = lowered.compile(compiler_options=dict(function.compiler_options))
     memory: Any = made.memory_analysis()
     return GpuProgram(
         argument_bytes=memory.argument_size_in_bytes,
@@ -95,6 +97,10 @@ def compiled(request: CompileRequest) -> GpuProgram:
         temporary_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         text=made.as_text() or "",
+        host_peak_bytes=memory.host_argument_size_in_bytes
+        + memory.host_output_size_in_bytes
+        + memory.host_temp_size_in_bytes
+        - memory.host_alias_size_in_bytes,
     )
 
 
@@ -105,7 +111,7 @@ def send(stream: IO[bytes], value: Any) -> None:
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """The next value. Raises EOFError at the end of the stream."""
+    """Raises EOFError at the end of the stream."""
     head = stream.read(8)
     data = stream.read(struct.unpack("<q", head)[0]) if len(head) == 8 else b""
     if not data:

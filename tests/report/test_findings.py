@@ -103,7 +103,8 @@ def test_little_memory_is_found_with_the_part_that_is_left() -> None:
 
 
 def test_a_resharding_in_each_layer_is_found_with_its_module_and_line() -> None:
-    plan = minialpa.plan(reshards, arguments(), cluster=GPUS, method=ShardParallel())
+    pinned = ShardParallel(auto_sharding_option=AutoShardingOption(shardings="pin"))
+    plan = minialpa.plan(reshards, arguments(), cluster=GPUS, method=pinned)
     text = warnings_in(plan)["resharding in each layer"].text
     assert re.search(r"\d times by all-to-all in block_\S+ \(test_findings.py:\d+\)", text), text
     assert "resharding in each layer" not in warnings_in(planned(ShardParallel()))

@@ -141,6 +141,17 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_page_of_one_case_shows_it_without_errors(browser: Any, tmp_path: Path) -> None:
+    one = next(one for one in grid().outcomes if one.fits)
+    WhatIf((one,), "AutoParallel", "fast", 1.0).save_html(tmp_path / "one.html")
+    tab = browser.new_page()
+    problems: list[str] = []
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.goto((tmp_path / "one.html").as_uri())
+    assert problems == [] and tab.locator("#one-name").inner_text().startswith(one.case.model)
+    tab.close()
+
+
 @test_browser.every_screen
 def test_a_page_has_no_errors_and_fits_the_screen(browser: Any, report: Path, width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe

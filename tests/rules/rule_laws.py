@@ -338,14 +338,14 @@ def _linear_groups(factors: Factors) -> list[tuple[int, ...]]:
 def notation(eqn: JaxprEqn) -> str:
     """Factors as text, `[a b], [b c] -> [a c] sum(b)`.
 
-    Capitals are blocked, `A'` is blocked but positional, 1 is a dimension without a factor.
+    Capitals are blocked, `A'` is blocked but positional or shifted, 1 is a dimension without a factor.
     """
     factors, letters = factors_of(eqn), {}  # type: ignore[var-annotated]
 
     def letter(f: int) -> str:
         n = len(letters)
         name = letters.setdefault(f, string.ascii_lowercase[n % 26] + str(n // 26 or ""))
-        return str(name.upper() + "'" * (f in factors.positional) if f in factors.blocked else name)
+        return str(name.upper() + "'" * (f in {*factors.positional, *factors.shifts}) if f in factors.blocked else name)
 
     def dim(factor_ids: Sequence[int]) -> str:
         names = [letter(f) for f in factor_ids if factors.sizes[f] != 1]

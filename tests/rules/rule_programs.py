@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from minialpa import register_sharding_rule
 from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 from minialpa.tracing.gradients import gradient_p, per_micro_batch_p
+from minialpa.tracing.rotation import rotate
 from tests.attention_calls import causal, fused
 from tests.lapack_call import lu_by_lapack
 from tests.pallas_kernels import flash_attention, row_norm
@@ -189,6 +190,7 @@ _program(
     (2, 4, 6),
 )
 _program("squeeze and expand", lambda x: [x.squeeze((0, 2)), x[..., 0, :], jnp.expand_dims(x, 1)], (1, 4, 1, 6))
+_program("rotate", lambda x: [rotate(x, 1, 1), rotate(x, -2, 0)], (4, 6, 2))
 _program("reverse", lambda x: lax.rev(x, (1,)), (4, 6, 2))
 _program("tile", lambda x: [jnp.tile(x, (1, 3)), jnp.tile(x, (2, 2)), jnp.tile(x, (2, 1))], (4, 6))
 _program("concatenate", lambda x, y: lax.concatenate([x, y, x], 1), (4, 6, 2), (4, 2, 2))

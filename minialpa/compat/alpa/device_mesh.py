@@ -119,13 +119,13 @@ class DeviceCluster:
 
 
 class _Global:
-    """The script's mesh for methods without `devices`."""
+    """For methods without `devices`."""
 
     mesh: DeviceMesh | None = None
 
 
 def read_devices(devices: Any) -> Any:
-    """minialpa's `devices` for a script's. None stands for the script's global mesh, if any."""
+    """minialpa's `devices` for a script's; by default the script's global mesh, if any."""
     chosen = _Global.mesh if devices is None else devices
     return chosen.method_devices if isinstance(chosen, DeviceMesh) else chosen
 

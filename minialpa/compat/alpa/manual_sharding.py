@@ -40,7 +40,7 @@ class ManualShardingOption:
 
     @property
     def names(self) -> list[tuple[str, ...]]:
-        """The names of axes for each stage; one entry if they are equal."""
+        """One entry if all stages have equal names."""
         given = self.submesh_axis_names or (self.mesh_axis_names and [self.mesh_axis_names])
         if not given:
             raise ShardingError(
@@ -52,7 +52,7 @@ class ManualShardingOption:
 
 
 def with_axes(options: Any, manual: ManualShardingOption) -> Any:
-    """`options` with the names of axes. Raises ShardingError if stages with different names are not manual."""
+    """With names of axes. Raises ShardingError if stages with different names are not manual."""
     names, stages = manual.names, options.stages
     n_stages = len(stages.forward_stage_layer_ids) if isinstance(stages, ManualStageOption) else None
     if len(names) not in (1, n_stages):
@@ -80,17 +80,16 @@ def with_axes(options: Any, manual: ManualShardingOption) -> Any:
 
 
 def with_specs(options: Any, manual: ManualShardingOption, step: Any) -> Any:
-    """`options` with the PartitionSpecs of arguments and results of the traced `step`."""
     pairs = tuple(_pairs(manual, step))
     return options.relaxed(lambda option: replace(option, fixed_specs=(*pairs, *option.fixed_pairs)))
 
 
 def _pairs(manual: ManualShardingOption, step: Any) -> Iterator[tuple[str, PartitionSpec]]:
-    """Path and PartitionSpec of each argument and result that the option names."""
+    # Paths of captured Refs come last.
     if manual.in_axis_resources is not _UNSPECIFIED:
-        yield from zip(step.in_paths, _broadcast("in", manual.in_axis_resources, step.in_tree), strict=True)
+        yield from zip(step.in_paths, _broadcast("in", manual.in_axis_resources, step.in_tree), strict=False)
     if manual.out_axis_resources is not _UNSPECIFIED:
-        yield from zip(step.out_paths, _broadcast("out", manual.out_axis_resources, step.out_tree), strict=True)
+        yield from zip(step.out_paths, _broadcast("out", manual.out_axis_resources, step.out_tree), strict=False)
 
 
 def _broadcast(side: str, prefix: Any, tree: PyTreeDef) -> list[PartitionSpec]:

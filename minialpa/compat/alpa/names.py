@@ -92,7 +92,7 @@ _MODULES = (
 
 
 def add_modules(package: ModuleType) -> None:
-    """Let scripts import Alpa's modules from `package`, each with all names of `package`."""
+    """Scripts import modules of Alpa, each with all names of `package`."""
 
     def of_package(name: str) -> Any:
         # Python asks modules for names such as `__path__`.

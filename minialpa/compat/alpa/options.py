@@ -156,7 +156,7 @@ class ManualStageOption(Adjustable):
 
 
 def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """minialpa's fields in a dict. Fields that only Alpa has get their warning or error."""
+    """Fields that only Alpa has get their warning or error."""
     AutoShardingOption(**{name: value for name, value in given.items() if name not in _OURS})
     return {name: value for name, value in given.items() if name in _OURS}
 
@@ -179,7 +179,7 @@ class UniformStageOption(Adjustable):
 
 
 def read_option(given: Any) -> Any:
-    """minialpa's option for an option of Alpa. Other values are returned unchanged."""
+    """Returns other values than Alpa's options unchanged."""
     return given.read() if isinstance(given, Adjustable) else given  # type: ignore[attr-defined]
 
 

@@ -25,7 +25,7 @@ from minialpa.inter.staging.leaf_placement import leaf_blocks
 from minialpa.inter.staging.staged_step import mesh_problems, realise
 from minialpa.inter.staging.tasks import Task
 from minialpa.inter.staging.verify_fit import verify_staged
-from minialpa.ir.equations import Atom, aval_bytes, aval_of, count_equations, is_literal, shape_of
+from minialpa.ir.equations import Atom, aval_bytes, aval_of, count_equations, is_in_host, is_literal, shape_of
 from minialpa.plan import Plan
 from minialpa.programs.program import (
     Accumulate,
@@ -194,6 +194,7 @@ class _Emitter:
     def _fill_before_call(self, var: Var, micro: int, mesh: int, buffer: int) -> None:
         """Make a slot that fills `buffer` with a constant, an argument or the examples of a micro-batch."""
         spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
+        in_host = is_in_host(aval_of(var))
         if var is self.split.micro_index:
             self.constants.append(ConstantSlot(buffer, np.int32(micro), mesh, spec))
         elif var in self.step.full_of_micro:
@@ -201,13 +202,15 @@ class _Emitter:
             dim = self.split.batch_dims[var]
             size = shape_of(var)[dim]
             rows = (micro * size, (micro + 1) * size, dim)
-            self.input_slots.append(InputSlot(buffer=buffer, leaf=leaf, rows=rows, mesh=mesh, spec=spec))
+            slot = InputSlot(buffer=buffer, leaf=leaf, rows=rows, mesh=mesh, spec=spec, in_host=in_host)
+            self.input_slots.append(slot)
         elif var in self.step.constants:
             self.constants.append(ConstantSlot(buffer, self.step.constants[var], mesh, spec))
         else:
             assert var in self.step.number_of_argument, f"{var} is not on mesh {mesh}"
             leaf = self.step.number_of_argument[var]
-            self.input_slots.append(InputSlot(buffer=buffer, leaf=leaf, rows=None, mesh=mesh, spec=spec))
+            slot = InputSlot(buffer=buffer, leaf=leaf, rows=None, mesh=mesh, spec=spec, in_host=in_host)
+            self.input_slots.append(slot)
 
     # ---- instructions ---------------------------------------------------------------------------------------------
 

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.errors import TraceError
-from minialpa.ir.equations import is_extended, is_weak
+from minialpa.ir.equations import host_type, is_extended, is_in_host, is_weak
 from minialpa.programs.mesh_program import KEY_NAMES, KEY_SHAPES, STAND_INS, ArrayType, MeshFunction
 from minialpa.programs.program import Function
-from minialpa.sharding import abstract_mesh
+from minialpa.sharding import abstract_mesh, placed
 
 
 def array_type(aval: Any) -> ArrayType:
     """The type of an array for workers. Raises TraceError for keys that workers cannot receive."""
     if not is_extended(aval.dtype):
-        return ArrayType(tuple(aval.shape), str(np.dtype(aval.dtype)), weak_type=is_weak(aval))
+        dtype = str(np.dtype(aval.dtype))
+        return ArrayType(tuple(aval.shape), dtype, weak_type=is_weak(aval), in_host=is_in_host(aval))
     name = str(aval.dtype).removeprefix("key<").removesuffix(">")
     if name not in KEY_SHAPES:
         raise TraceError(
             f"Random keys of {aval.dtype} cannot be sent to the workers of a cluster. Make the keys with "
             f"`jax.random.key(seed, impl=...)` and one of {', '.join(map(repr, KEY_NAMES.values()))}."
         )
-    return ArrayType(tuple(aval.shape), "uint32", name)
+    return ArrayType(tuple(aval.shape), "uint32", name, in_host=is_in_host(aval))
 
 
 def export_function(function: Function, mesh_shape: tuple[int, ...], platform: str) -> MeshFunction:
@@ -41,11 +42,11 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
         given = [_as_dtype(x, aval.dtype) for x, aval in zip(args, function.in_avals, strict=True)]
         return tuple(_as_dtype(x, _named_dtype(x.dtype)) for x in function.fun(*given))
 
-    in_avals = [jax.ShapeDtypeStruct(x.shape, _named_dtype(x.dtype), weak_type=x.weak_type) for x in function.in_avals]
+    in_avals = [_struct(x) for x in function.in_avals]
     jitted = jax.jit(
         step,
-        in_shardings=tuple(NamedSharding(mesh, spec) for spec in function.in_specs),
-        out_shardings=tuple(NamedSharding(mesh, spec) for spec in function.out_specs),
+        in_shardings=_shardings(mesh, function.in_specs, function.in_avals),
+        out_shardings=_shardings(mesh, function.out_specs, function.out_avals),
         keep_unused=True,
     )
     try:
@@ -73,6 +74,15 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
         donated=function.donated,
         compiler_options=function.compiler_options,
     )
+
+
+def _shardings(mesh: Any, specs: Sequence[PartitionSpec], types: Sequence[Any]) -> tuple[NamedSharding, ...]:
+    return tuple(placed(mesh, spec, in_host=is_in_host(aval)) for spec, aval in zip(specs, types, strict=True))
+
+
+def _struct(aval: Any) -> Any:
+    make = host_type if is_in_host(aval) else jax.ShapeDtypeStruct
+    return make(aval.shape, _named_dtype(aval.dtype), weak_type=aval.weak_type)
 
 
 def _named_dtype(dtype: Any) -> Any:

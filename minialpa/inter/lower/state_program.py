@@ -20,8 +20,18 @@ from minialpa.inter.lower.instruction_passes import last_uses, with_frees
 from minialpa.inter.lower.propagated_specs import propagated_specs
 from minialpa.inter.lower.row_equations import RowEquations, RowRange
 from minialpa.inter.lower.task_functions import task_function
+from minialpa.inter.staging.leaf_placement import memory_kind_of
 from minialpa.intra.spmd import ShardedEquations
-from minialpa.ir.equations import Atom, bytes_of, dtype_name, is_literal, live_equations, operand_vars, shape_of
+from minialpa.ir.equations import (
+    Atom,
+    bytes_of,
+    dtype_name,
+    is_in_host,
+    is_literal,
+    live_equations,
+    operand_vars,
+    shape_of,
+)
 from minialpa.plan import PlacedValue
 from minialpa.programs.program import (
     ConstantSlot,
@@ -219,7 +229,9 @@ class _StateWriter:
             self._constants.append(ConstantSlot(buffer, value, mesh, PartitionSpec()))
         else:
             leaf = self._flat.invars.index(var)
-            self._inputs.append(InputSlot(buffer=buffer, leaf=leaf, rows=None, mesh=mesh, spec=PartitionSpec()))
+            in_host = is_in_host(var.aval)
+            slot = InputSlot(buffer=buffer, leaf=leaf, rows=None, mesh=mesh, spec=PartitionSpec(), in_host=in_host)
+            self._inputs.append(slot)
         return buffer
 
 
@@ -228,7 +240,16 @@ def _placed_inputs(traced: TracedStep, program: Program) -> tuple[PlacedValue, .
     for number, (var, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
         homes = tuple(slot.mesh for slot in program.inputs if slot.leaf == number)
         specs = (Spec.replicated(len(shape_of(var))),) * len(homes)
-        placed.append(PlacedValue(path=path, shape=shape_of(var), dtype=dtype_name(var), mesh_ids=homes, specs=specs))
+        placed.append(
+            PlacedValue(
+                path=path,
+                shape=shape_of(var),
+                dtype=dtype_name(var),
+                mesh_ids=homes,
+                specs=specs,
+                memory_kind=memory_kind_of(var),
+            )
+        )
     return tuple(placed)
 
 
@@ -245,6 +266,7 @@ def _placed_outputs(traced: TracedStep, blocks: Sequence[_StateBlock]) -> tuple[
                 mesh_ids=tuple(mesh for mesh, _, _ in copies),
                 specs=tuple(spec for _, spec, _ in copies),
                 rows=tuple(rows for _, _, rows in copies if rows is not None),
+                memory_kind=memory_kind_of(atom),
             )
         )
     return tuple(placed)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from minialpa.inter.microbatch.split_step import Concatenation
 from minialpa.intra.shard_arrays import shard_program
 from minialpa.intra.spmd import ShardedEquations
-from minialpa.ir.equations import Atom, aval_of, is_weak
+from minialpa.ir.equations import Atom, aval_of, type_of
 from minialpa.programs.mesh_program import STAND_INS
 from minialpa.programs.program import Function
 from minialpa.rules.factors import Reduction, combine
@@ -29,7 +29,7 @@ def stored(atom: Atom, spec: Spec, mesh_shape: tuple[int, ...]) -> tuple[jax.Sha
     """The array that holds `atom`, with its spec."""
     aval = aval_of(atom)
     shape = spec.stored_shape(aval.shape, mesh_shape)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=is_weak(aval)), spec
+    return type_of(aval, shape), spec
 
 
 def _function(

@@ -76,9 +76,10 @@ def find_batch(
     donated: the numbers of the arguments that the user donates. A donated argument that the step also returns, such as
     the cache of a decoder, is no batch.
     """
-    arguments = _arguments(step, arg_of_leaf)
-    updated = {arg_of_leaf[i] for i in step.aliases if i is not None}
-    returned = {arg_of_leaf[i] for i in step.layouts if i is not None}
+    # An argument of Refs only is a state.
+    arguments, owners = _arguments(step, arg_of_leaf), step.refs.owners(arg_of_leaf)
+    updated = {owners[i] for i in step.aliases if i is not None} | ({*arg_of_leaf} - {*owners})
+    returned = {owners[i] for i in step.layouts if i is not None}
     updated |= returned.intersection(donated)
     if _is_state_and_batch(arguments, updated):
         return (1,)
@@ -101,7 +102,7 @@ def find_batch(
 def _arguments(step: TracedStep, arg_of_leaf: Sequence[int]) -> list[_Argument]:
     arguments = []
     for number in sorted(set(arg_of_leaf)):
-        leaves = tuple(i for i, owner in enumerate(arg_of_leaf) if owner == number)
+        leaves = tuple(i for i, owner in enumerate(arg_of_leaf) if owner == number and i not in step.refs.arguments)
         shapes = [shape_of(step.flat.invars[i]) for i in leaves if not _is_key(step, i)]
         sizes = {shape[0] for shape in shapes if shape}
         names = dict.fromkeys(argument_name(step.in_paths[i]) for i in leaves)

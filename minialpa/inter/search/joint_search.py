@@ -9,8 +9,7 @@ The search chooses stages, submeshes, logical shapes, rematerialisation and the 
     until all costs of `found` are solved, and no other n has a smaller bound
 
 Then no pipeline with the opened logical shapes and numbers of micro-batches is faster by more than `tolerance`, by the
-sums of sublayers. Few of thousands of costs are solved. The search opens a few shapes and numbers first, then the
-neighbours of good ones.
+sums of sublayers. Few of thousands of costs are solved. Neighbours of good shapes and numbers open later.
 
 A *candidate* is a submesh with a logical shape (a *view*). A *column* of the cost tables is a candidate with a
 rematerialisation and a price of memory: a higher price favours shardings that keep fewer bytes.
@@ -32,14 +31,13 @@ from minialpa.options import Remat
 from minialpa.plan import Certificate
 from minialpa.support.progress import Report
 
-#: After so many solved costs, the search returns the best pipeline so far.
 _MOST_SOLVED = 400
-#: If at most this share of a pipeline's time is unsolved, the search opens near numbers of micro-batches before it
-#: solves the rest. GPT and Llama of 8 layers on 16 devices solve 42 to 51 costs, for any share from 0.05 to 1.
+#: Near numbers of micro-batches open before the rest is solved, if at most this share of a pipeline's time is unsolved.
+#: GPT and Llama of 8 layers on 16 devices solve 42 to 51 costs, for any share from 0.05 to 1.
 _SMALL_SHARE = 0.3
 #: If the smallest pipeline needs at most this many times the memory of the devices, other logical shapes may fit.
 _NEARLY_FITS = 2.0
-#: Factor between the numbers of micro-batches that are open at first.
+#: Factor between the first open numbers of micro-batches.
 _FAR = 4
 
 
@@ -104,7 +102,7 @@ class StageSearch:
         return self._found(*best)
 
     def _most_promising(self, best: _Best | None) -> int | None:
-        """The number of micro-batches with the least lower bound; `None` if `best` is the answer."""
+        """The number with the least lower bound; `None` if `best` is the answer."""
         while True:
             n = min(self._open, key=lambda n: (self._least[n], n))
             if best is None:
@@ -117,7 +115,7 @@ class StageSearch:
         """The best pipeline with `n` micro-batches under the bounds.
 
         `None` if no pipeline fits, with the error in `failures`, or if the bound of `n` rises, since another number may
-        then have the least bound.
+        then have the least.
         """
         least = self._least[n]
         try:
@@ -133,8 +131,8 @@ class StageSearch:
     def _solve_more(self, n: int, found: StageAssignment) -> bool:
         """Solve costs of `found`, or open numbers of micro-batches. False if all costs of `found` are solved.
 
-        A run of the DP takes as long as several solves. So the search continues with other columns of the same
-        submeshes while such a pipeline takes no longer than `found`.
+        A run of the DP takes as long as several solves. So other columns of the same submeshes follow first, while such
+        a pipeline takes no longer than `found`.
         """
         allowed_s = found.seconds * (1 + self.space.tolerance / 4)
         current: StageAssignment | None = found
@@ -143,7 +141,6 @@ class StageSearch:
             n_solved = self.bounds.sublayers.n_solved
             self.report("stage costs", n_solved, n_solved + len(unsolved))
 
-            # Near numbers may be better, so they come before the last costs.
             is_small = sum(one.share for one in unsolved) <= _SMALL_SHARE
             if not unsolved or (is_small and self._open_near(n, current)):
                 return bool(unsolved) or current is not found
@@ -152,7 +149,7 @@ class StageSearch:
         return True
 
     def _open_near(self, n: int, found: StageAssignment) -> bool:
-        """Open numbers of micro-batches near `n` and logical shapes near `found`; whether any is new."""
+        """Open numbers near `n` and logical shapes near `found`; whether any is new."""
         near = {m for m in self.bounds.numbers if n / _FAR < m < n * _FAR} - self._open
         self._open |= near
         has_new_views = self.bounds.open_near_views(n, found)
@@ -180,7 +177,7 @@ class StageSearch:
     def alike(self, found: FoundPipeline) -> Iterator[FoundPipeline]:
         """`found` with one logical shape in all stages, for each shape with which it is as fast within the tolerance.
 
-        Sums of sublayers are not exact, so a variant may be faster. No variants if submeshes differ.
+        Sums of sublayers are not exact, so a variant may be faster. Empty if submeshes differ.
         """
         bounds, n = self.bounds, found.n_micro_batches
         submeshes = {(stage.candidate.submesh, stage.candidate.device) for stage in found.stages}

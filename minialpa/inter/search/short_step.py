@@ -1,7 +1,6 @@
 """A staged step in, a shorter step with the same distinct sublayers out: most repetitions are left out.
 
-The search stages a step for each number of micro-batches and each rematerialisation. Of a hundred equal layers it
-solves the costs of one, so a step with four of them is enough:
+Of a hundred equal layers, the search solves the costs of one, so a step with four of them is enough:
 
     sublayers   0 1 2 3 4 5 6 7 8 9
     kinds       A B B B B B B B B C     sublayers of one kind are equal problems
@@ -12,7 +11,7 @@ A unit is a group of neighbouring sublayers that repeats, here a single sublayer
 unit stands for all units that are left out, so its costs are not used:
 
 - An equation that stays reads copies of equations of the third unit instead of values that are left out: one copy for
-  each equation that is left out, so the number of operands from other sublayers does not change.
+  each such equation, so the number of operands from other sublayers does not change.
 - The backward pass of the third unit reads values of the last unit, as if that came next.
 
 In the short step of `with_models`, for attempts at a plan (`inter/short_plan.py`), no equation is copied: the third
@@ -74,10 +73,7 @@ def whole_step(step: TracedStep, sublayer_of_group: Sequence[int]) -> Sublayered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedSublayers:
-    """A whole step, staged with one sublayer on each mesh, for any number of micro-batches and rematerialisation.
-
-    kind: for each sublayer, the first sublayer with an equal problem.
-    """
+    """A whole step, staged with one sublayer on each mesh. kind: for each sublayer, the first with an equal problem."""
 
     whole: SublayeredStep
     staged: StagedStep
@@ -134,7 +130,6 @@ def runs_of(kinds: Sequence[int]) -> list[RepeatedUnits]:
 
 
 def _longest_run_at(kinds: Sequence[int], start: int, period: int) -> RepeatedUnits:
-    """The run of `period`-sublayer units from `start` on."""
     end = start + period
     while end < len(kinds) and kinds[end] == kinds[end - period]:
         end += 1
@@ -144,9 +139,7 @@ def _longest_run_at(kinds: Sequence[int], start: int, period: int) -> RepeatedUn
 class StandIn(NamedTuple):
     """A sublayer of a third unit, which stands for the same sublayer of the units that are left out.
 
-    n: number of sublayers for which it counts, itself included.
-    run: number of its run.
-    before: the same sublayer of the unit before it.
+    n: how many sublayers, itself included. before: the same sublayer of the unit before it.
     """
 
     n: int
@@ -161,8 +154,7 @@ class Shortened:
     Attributes:
         runs_as: for each sublayer, the sublayer that stands for it; itself if it stays.
         models: the sublayers of third units.
-        sublayer_of: by its first result, the sublayer of each equation of the whole step. Of several, the first that
-            stays.
+        sublayer_of: the first sublayer that stays, of each equation of the whole step, by its first result.
     """
 
     step: TracedStep
@@ -176,7 +168,6 @@ class _NotAlikeError(Exception):
 
 
 def shortened(sublayers: StagedSublayers) -> SublayeredStep | NotShortened:
-    """The short step for costs."""
     where = Where.of(sublayers)
     runs = runs_of(kinds_of(sublayers, where))
     if not runs:
@@ -201,7 +192,7 @@ def with_models(sublayers: StagedSublayers, where: Where, kinds: Sequence[int]) 
 
 
 def _with_two_products(sublayers: StagedSublayers, run: RepeatedUnits) -> RepeatedUnits:
-    """The run; units with fewer than two products are joined in pairs."""
+    """Units with fewer than two products are joined in pairs."""
     origin = {op.eqn: op.origin for op in sublayers.staged.split.ops}
     eqns = (eqn for sublayer in run.third for eqn in sublayers.problems[sublayer].eqns)
     n_products = sum(origin[eqn].direction == "forward" and has_contraction(eqn) for eqn in eqns)
@@ -213,11 +204,10 @@ def _with_two_products(sublayers: StagedSublayers, run: RepeatedUnits) -> Repeat
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where the equations of the traced step run. Equations are numbers in that step.
+    """Where equations run, by their numbers in the traced step.
 
-    Attributes:
-        of_sublayer: for each sublayer, the traced equation of each equation of its problem; `None` without one.
-        sublayers: for each traced equation that runs, its sublayers.
+    of_sublayer: the traced equation of each equation of the sublayer's problem; `None` without one.
+    sublayers: of each traced equation that runs.
     """
 
     of_sublayer: Mapping[int, Sequence[int | None]]
@@ -248,11 +238,10 @@ class Where:
 def kinds_of(sublayers: StagedSublayers, where: Where) -> list[int]:
     """For each sublayer, the first one like it: an equal problem under any rematerialisation.
 
-    Rematerialisation treats a forward group as a whole, but some equations run outside of the sublayer of their group.
-    These have to correspond.
+    Rematerialisation treats a forward group as a whole. So its equations outside of the sublayer have to correspond.
     """
     origins, sublayer_of_group = sublayers.whole.step.origins, sublayers.whole.sublayer_of_group
-    # For each sublayer, the equations of its groups that run elsewhere, and equations of other groups that run here.
+    # By sublayer: equations of its groups that run elsewhere, and equations of other groups that run here.
     astray: dict[int, list[object]] = {sublayer: [] for sublayer in sublayers.whole.kept}
     for i, found in where.sublayers.items():
         origin = origins[i]
@@ -261,7 +250,7 @@ def kinds_of(sublayers: StagedSublayers, where: Where) -> list[int]:
             if found != {sublayer}:
                 astray[sublayer].append((origin.direction, "runs on", *sorted(other - sublayer for other in found)))
                 for other in found - {sublayer}:
-                    # Several sublayers share some equations, such as masks and tables of positions.
+                    # Sublayers share some equations, such as masks and tables of positions.
                     astray[other].append((origin.direction, "is of", sublayer - other if len(found) == 1 else i))
 
     keys = [(kind, tuple(astray[sublayer])) for sublayer, kind in enumerate(sublayers.kind)]
@@ -272,7 +261,7 @@ def kinds_of(sublayers: StagedSublayers, where: Where) -> list[int]:
 
 
 class _Shortening:
-    """A step and the units to leave out. Equations are numbers in the traced step."""
+    """Equations are numbers in the traced step."""
 
     def __init__(
         self, sublayers: StagedSublayers, where: Where, runs: Sequence[RepeatedUnits], *, copies: bool = True
@@ -284,11 +273,10 @@ class _Shortening:
 
         out = {sublayer for run in runs for sublayer in run.left_out}
         third = {sublayer for run in runs for sublayer in run.third}
-        # An equation of several sublayers is left out only with all of them.
         self.eqns_left_out = frozenset(i for i, found in where.sublayers.items() if found <= out)
         self.eqns_in_third = frozenset(i for i, found in where.sublayers.items() if found <= third)
 
-        # Problems of one kind have their equations in the same order.
+        # Problems of one kind have the same order of equations.
         self.like_third: dict[int, int] = {}
         self.like_last: dict[int, int] = {}
         for run in runs:
@@ -301,12 +289,11 @@ class _Shortening:
     # ---- stand-ins for values that are left out ---------------------------------------------------------------------
 
     def _short_operations(self) -> list[Op]:
-        """The equations that stay, which read stand-ins for values that are left out, and copies."""
+        """The equations that stay, with stand-ins for values that are left out, and copies."""
         copies: dict[int, list[JaxprEqn]] = {}  # of an equation of a third unit, by its number
         copied: dict[int, JaxprEqn] = {}  # by the number of the equation that is left out
 
         def stand_in(value: Var, reader: int) -> Var:
-            """The value that equation `reader` reads for `value`."""
             made_by = self.maker.get(value)
             if made_by is None or made_by not in self.eqns_left_out:
                 return value
@@ -329,7 +316,6 @@ class _Shortening:
                 others = {v: other for v in operand_vars(eqn) if (other := stand_in(v, i)) is not v}
                 kept.append((i, reading(eqn, others) if others else eqn))
 
-        # A copy has the operands of its equation, after their replacement.
         ops: list[Op] = []
         for i, eqn in kept:
             alike = (copy.replace(invars=eqn.invars) for copy in copies.get(i, ()))
@@ -337,7 +323,7 @@ class _Shortening:
         return ops
 
     def _counterpart(self, like: Mapping[int, int], number: int) -> JaxprEqn:
-        """The equation that stays and is like equation `number`, which is left out."""
+        """The equation that stays and is like equation `number`."""
         eqn, other = self.eqns[number], like.get(number)
         if other is None or other in self.eqns_left_out:
             raise _NotAlikeError(f"`{eqn.primitive.name}` of a sublayer has no counterpart in sublayers that stay.")
@@ -352,7 +338,6 @@ class _Shortening:
         return _with_equations(self.whole.step, self._short_operations(), self._inputs_left_out())
 
     def shortened(self, where: Where) -> Shortened:
-        """The short step for attempts at a plan."""
         runs_as, models = list(range(len(self.whole.place))), dict[int, StandIn]()
         for number, run in enumerate(self.runs):
             for sublayer in range(run.third.start, run.last.start):
@@ -368,7 +353,6 @@ class _Shortening:
         return Shortened(step=self._short_step(), runs_as=tuple(runs_as), models=models, sublayer_of=sublayer_of)
 
     def sublayered_step(self) -> SublayeredStep:
-        """The short step for costs."""
         n_sublayers = len(self.whole.place)
         costed_as, runs_in = list(range(n_sublayers)), list(range(n_sublayers))
         for run in self.runs:
@@ -386,7 +370,6 @@ class _Shortening:
         )
 
     def _inputs_left_out(self) -> set[Var]:
-        """The inputs whose readers are all left out."""
         flat = self.whole.step.flat
         read_out = {v for i in self.eqns_left_out for v in operand_vars(self.eqns[i])}
         read = {v for i, eqn in enumerate(self.eqns) if i not in self.eqns_left_out for v in operand_vars(eqn)}

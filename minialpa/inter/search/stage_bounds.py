@@ -36,7 +36,7 @@ class StageBounds:
     """`tables[n]` has the bounds for n micro-batches, for all `numbers` n into which the step can be split."""
 
     def __init__(self, search: SublayerSearch, known: dict[str, SublayerCost] | None = None) -> None:
-        """known: costs of sublayers from other searches, to which this search adds."""
+        """known: costs from other searches, to which this search adds."""
         self.cluster, self.space = search.cluster, search.space
         self.columns = columns_of(search.space, search.cluster, search.option)
         self.sublayers = SublayerSolver(search, self.columns, {} if known is None else known)
@@ -71,7 +71,7 @@ class StageBounds:
         column = self.columns[c]
         base = min(n, self._base)
 
-        # Costs on one device bound all columns at once, so they come before the cost in this column.
+        # Costs on one device come first, as they bound all columns at once.
         if (base, column.remat) not in self._costed_on_one_device:
             columns = [i for i, other in enumerate(self.columns.columns) if other.remat == column.remat]
             alike = [m for m in self.numbers if m == 1 or base > 1]
@@ -82,7 +82,7 @@ class StageBounds:
     def _raise_to_one_device(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
         """Raise the bounds of columns to costs on one device of unlimited memory, divided by the number of devices.
 
-        Rematerialisation never makes a sublayer faster. A single micro-batch takes at least as long as one of `base`.
+        A single micro-batch takes at least as long as one of `base`.
         """
         self._costed_on_one_device.add((base, remat))
         kinds = self.sublayers.kinds(base, remat)
@@ -137,9 +137,7 @@ class StageBounds:
     # ---- logical shapes -------------------------------------------------------------------------------------------
 
     def open_near_views(self, n: int, found: StageAssignment) -> bool:
-        """Open logical shapes of the submeshes of `found` with half or twice as many devices on axis 0; whether any is
-        new.
-        """
+        """Open shapes with half or twice as many devices on axis 0 as in `found`; whether any is new."""
         candidates = self.space.candidates
         near = np.zeros(len(candidates), np.bool_)
         for used in {self.columns[stage.candidate].candidate for stage in found.stages}:
@@ -155,7 +153,7 @@ class StageBounds:
     # ---- costs of stages ------------------------------------------------------------------------------------------
 
     def unsolved(self, n: int, found: StageAssignment) -> list[Unsolved]:
-        """The unsolved costs, one sublayer of each kind, the largest share first."""
+        """One sublayer of each kind, the largest share first."""
         tables, seconds = self.tables[n], self.tables[n].by_name["seconds"]
         users: dict[tuple[int, int], list[int]] = {}
         total_s = 0.0
@@ -175,7 +173,7 @@ class StageBounds:
         return sorted(out, key=lambda one: -one.share)
 
     def seconds_of(self, n: int, found: StageAssignment) -> float:
-        """Seconds of a step under the bounds; inf if a stage has no sharding or does not fit in memory."""
+        """Under the bounds; inf if a stage has no sharding or does not fit in memory."""
         table = self.tables[n].table()
         for k, stage in enumerate(found.stages):
             at = place_of(stage)
@@ -187,7 +185,7 @@ class StageBounds:
         return step_seconds_of(table, found.stages, n)
 
     def on_same_submeshes(self, n: int, found: StageAssignment) -> StageAssignment | None:
-        """The stages of `found` on their submeshes, each in its fastest column; `None` if a stage does not fit."""
+        """Each stage in the fastest column of its submesh; `None` if a stage does not fit."""
         table = self.tables[n].table()
         stages: list[StageChoice] = []
         for k, stage in enumerate(found.stages):
@@ -204,8 +202,8 @@ class StageBounds:
     def choose(self, n: int) -> StageAssignment:
         """The best pipeline under the bounds, within half of `Space.tolerance`. Raises InfeasibleError.
 
-        The last result stays if its bounds have risen by at most a quarter of the tolerance since. Its `seconds` still
-        bound all pipelines.
+        The last result stays while its bounds rise by at most a quarter of the tolerance. Its `seconds` still bound all
+        pipelines.
         """
         tables, slack = self.tables[n], self.space.tolerance / 4
         start: Start | None = None
@@ -215,7 +213,7 @@ class StageBounds:
             if math.isfinite(seconds):
                 start = Start(tables.chosen.stages, tables.chosen.least_t)
 
-        # Reset before `choose_stages` may raise, so that the next call searches, too.
+        # Reset before `choose_stages` may raise: the next call searches, too.
         if tables.changed or tables.chosen is None:
             tables.chosen, tables.changed = None, False
             tables.chosen = choose_stages(
@@ -231,7 +229,7 @@ class StageBounds:
 
 
 def _are_near_shapes(shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two logical shapes differ by at most a factor of 2 on axis 0. A 1-D shape (n,) is (n, 1) or (1, n)."""
+    """Whether axis 0 differs by at most a factor of 2. A 1-D shape (n,) is (n, 1) or (1, n)."""
     ends = [(1, view[0]) if len(view) == 1 else (view[0],) for view in (shape, other)]
     return any(max(a, b) <= 2 * min(a, b) for a, b in itertools.product(*ends))
 
@@ -239,7 +237,7 @@ def _are_near_shapes(shape: Sequence[int], other: Sequence[int]) -> bool:
 def _possible_numbers(sublayers: SublayerSolver, space: Space) -> tuple[tuple[int, ...], int]:
     """The numbers of micro-batches of the space, and the least above 1, whose costs bound the others.
 
-    Both are 1 if the step cannot be split and the space has 1; otherwise that raises TraceError.
+    Raises TraceError if the step cannot be split, unless the space has 1: then both are 1.
     """
     # A single micro-batch needs no accumulation, so its cost is no bound.
     base = min((n for n in space.micro_batches if n > 1), default=1)

@@ -37,14 +37,13 @@ from minialpa.options import AutoShardingOption
 from minialpa.support.files import write_text
 from minialpa.support.recent import Recent
 
-#: Seconds that a solver may take to prove the sharding of one sublayer.
+#: Time limit to prove the sharding of one sublayer.
 _SUBLAYER_TIME_LIMIT_S = 5.0
-#: Measured bytes of one equation of a staged step in the memory of the planner.
+#: Measured bytes of one staged equation in the planner.
 EQUATION_BYTES = 2000
 #: Most micro-batches in flight for which a price of memory counts kept values.
 _USUALLY_LIVE = 8
-#: Version of cost files. Raise it with each change of the code that changes costs or their names (rules, strategies,
-#: prices, memory).
+#: Version of cost files. Raise it with each change of costs or their names (rules, strategies, prices, memory).
 _VERSION = 7
 
 
@@ -78,10 +77,9 @@ class SublayerCost:
 class SublayerCosts:
     """Costs of the sublayers of a step that is staged with one sublayer on each mesh.
 
-    Args:
-        place: for each sublayer, the mesh with its problem; sublayers may share a mesh, see `short_step`.
-        known: costs by name, to which `cost` adds.
-        solvers: a cache that all `SublayerCosts` of a search share.
+    place: for each sublayer, the mesh with its problem; sublayers may share a mesh, see `short_step`.
+    known: costs by name, to which `cost` adds.
+    solvers: a cache that all `SublayerCosts` of a search share.
     """
 
     def __init__(
@@ -100,7 +98,7 @@ class SublayerCosts:
         self.strategy_cache, self.known = strategy_cache, known
         self._solvers = solvers
         self._staging_key = object()  # each staging has other variables, and so other solvers
-        # There are hundreds of costs, so a slightly high cost is better than minutes of proof for each.
+        # With hundreds of costs, a slightly high cost is better than minutes of proof.
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _SUBLAYER_TIME_LIMIT_S))
 
         self.place = tuple(place)
@@ -111,7 +109,6 @@ class SublayerCosts:
 
     @property
     def n_bytes(self) -> float:
-        """Bytes of the staged step in the planner, estimated."""
         return EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems.values())
 
     def cost(
@@ -120,7 +117,7 @@ class SublayerCosts:
         """The least cost of a sublayer on a submesh at a price of memory; `seconds` is inf if it does not fit.
 
         fastest: the cost without a price, which scales the price; `None` to solve without a price.
-        price: of keeping all values of `fastest` in memory, as a multiple of its seconds per step.
+        price: of all values of `fastest` in memory, as a multiple of its seconds per step.
         limited: whether the sublayer alone has to fit in the memory of the devices.
         """
         n, place = self.staged.split.n_micro_batches, self.place[sublayer]
@@ -199,7 +196,7 @@ def _problem_digest(problem: MeshEquations) -> str:
 
 
 def problem_key(problem: MeshEquations) -> str:
-    """Text that is equal for two problems if they are equal up to the names of variables."""
+    """Equal for two problems if they are equal up to the names of variables."""
     number: dict[Var, int] = {}
     types: dict[object, str] = {}
 
@@ -244,10 +241,7 @@ def _costed_params(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def load_costs(path: str | Path | None) -> dict[str, SublayerCost]:
-    """The costs in a JSON file, by name; empty without a file, or if it has another version.
-
-    Raises VerifyError if the file holds other data.
-    """
+    """By name; empty without a file, or if it has another version. Raises VerifyError if the file holds other data."""
     if path is None or not Path(path).exists():
         return {}
     try:

@@ -38,10 +38,10 @@ class StageCostTable:
             the start of a stage shows whether the previous stage is on the same host.
         seconds: [i, j, m], of one micro-batch; inf if the stage is not allowed.
         step_seconds: [i, j, m], gradient sync and update, once per step.
-        fixed_bytes: [i, j, m], per device for the whole step.
+        fixed_bytes: [i, j, m], per device.
         in_flight_bytes: [i, j, m], per device for each live micro-batch.
-        transfer_seconds: [j, p], activations and gradients of one micro-batch over the border after layer j, to a stage
-            that starts at device p.
+        transfer_seconds: [j, p], of one micro-batch in both directions over the border after layer j, to a stage that
+            starts at device p.
     """
 
     n_devices: Ints
@@ -72,7 +72,7 @@ class PipelineTooLargeError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """A stage with layers first_layer to last_layer, both included."""
+    """Both layers are included."""
 
     first_layer: int
     last_layer: int
@@ -82,7 +82,7 @@ class StageChoice:
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """Stages from first to last, with T as `seconds`. least_t: see `Start`."""
+    """seconds: T. least_t: see `Start`."""
 
     stages: tuple[StageChoice, ...]
     seconds: float
@@ -98,7 +98,6 @@ class Start:
 
 
 def step_seconds_of(table: StageCostTable, stages: tuple[StageChoice, ...], n_micro_batches: int) -> float:
-    """T of given stages."""
     return _pipeline_of(table, stages).total(n_micro_batches)
 
 
@@ -118,10 +117,9 @@ def choose_stages(
     `schedule`. Raises PipelineTooLargeError with the least sufficient memory if memory is the reason, otherwise
     InfeasibleError.
 
-    Args:
-        memory_bytes: per device, for all candidates or for each.
-        use_all_devices: if False, devices may stay idle.
-        start: saves time.
+    memory_bytes: per device, for all candidates or for each.
+    use_all_devices: if False, devices may stay idle.
+    start: saves time.
     """
     memory = np.broadcast_to(np.asarray(memory_bytes, np.float64), table.n_devices.shape)
     problem = _dp_problem(table, schedule, n_micro_batches, memory, idle=not use_all_devices)
@@ -136,10 +134,8 @@ class _Problem:
     """The arrays of the DP.
 
     Attributes:
-        idle: whether devices may stay idle.
         live: the distinct numbers of live micro-batches, ascending.
         live_of: [s], the index in `live` of the s-th stage from the end.
-        memory: [m], bytes per device.
         used: candidates on which some stage fits with one live micro-batch.
         most: [m, i, j], see `most_live`.
         costs: [m, i, j] each: seconds and step_seconds of the table.
@@ -163,7 +159,7 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Pipeline:
-    """Stages with the parts of T. sum_s: sum of t and transfers."""
+    """sum_s: of t and transfers."""
 
     stages: tuple[StageChoice, ...]
     sum_s: float
@@ -184,7 +180,6 @@ class _Box:
 
 
 def _dp_problem(table: StageCostTable, schedule: str, n_micro_batches: int, memory: Floats, *, idle: bool) -> _Problem:
-    """memory: [m], bytes per device."""
     memory = np.array(memory, np.float64)
     by_column = [_columns_first(x) for x in (table.seconds, table.step_seconds)]
     fixed, in_flight = (_columns_first(x) for x in (table.fixed_bytes, table.in_flight_bytes))
@@ -197,7 +192,6 @@ def _dp_problem(table: StageCostTable, schedule: str, n_micro_batches: int, memo
     counts = [max_live(schedule, 0, PipelineSize(max(1, s), n_micro_batches)) for s in range(most_stages + 1)]
     live, live_of = np.unique(np.array(counts, np.float64), return_inverse=True)
 
-    # Candidates that differ only in their costs form a group.
     rows = np.concatenate([table.n_devices[:, None], table.may_start], axis=1)
     kinds, groups = np.unique(rows, axis=0, return_inverse=True)
     return _Problem(
@@ -217,7 +211,6 @@ def _dp_problem(table: StageCostTable, schedule: str, n_micro_batches: int, memo
 
 
 def _columns_first(cube: Floats) -> Floats:
-    """[i, j, m] -> [m, i, j]."""
     return np.ascontiguousarray(np.moveaxis(cube, -1, 0))
 
 
@@ -275,19 +268,18 @@ def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_
 
 
 def _better_s(total_s: float, tolerance: float) -> float:
-    """The T below which a pipeline is better by the tolerance."""
     return total_s * (1 - tolerance) if np.isfinite(total_s) else np.inf
 
 
 def _shrunk_boxes(box: _Box, waits: int, room_s: float) -> list[_Box]:
-    """The part of a box with (B - 1) * max t + max step <= room_s; no box if it is empty."""
+    """The part of a box with (B - 1) * max t + max step <= room_s."""
     tau = min(box.tau, room_s / waits) if waits else box.tau
     sigma = min(box.sigma, room_s - waits * box.least_t)
     return [_Box(tau, sigma, box.least_t)] if tau >= box.least_t and sigma >= 0 else []
 
 
 def _least_pipeline(problem: _Problem, box: _Box, cap_s: float) -> _Pipeline | None:
-    """A pipeline of least sum in a box, if that is at most `cap_s`."""
+    """If its sum is at most `cap_s`."""
     table = problem.table
     best = _least_stages(problem, *problem.costs, box)
     f, how, unit = _tables(problem, best, cap_s, maximum=False)
@@ -308,13 +300,13 @@ def _least_pipeline(problem: _Problem, box: _Box, cap_s: float) -> _Pipeline | N
 
 
 def _least_maximum(problem: _Problem, values: Floats) -> float:
-    """Least possible maximum of `values` over the stages of a pipeline; inf without a pipeline."""
+    """Of `values` over the stages of a pipeline; inf without a pipeline."""
     best = _least_stages(problem, values, np.zeros_like(values), _Box(np.inf, np.inf, 0.0))
     return _best_end(_tables(problem, best, np.inf, maximum=True)[0])[0]
 
 
 def _least_stages(problem: _Problem, values: Floats, step: Floats, box: _Box) -> Floats:
-    # Finite bounds exclude stages of infinite cost.
+    # Finite bounds exclude infinite costs.
     tau, sigma = (min(bound, float(np.finfo(np.float64).max)) for bound in (box.tau, box.sigma))
     return least_stages(
         values, step, problem.most, problem.used, len(problem.live), problem.groups, len(problem.counts), tau, sigma
@@ -322,17 +314,14 @@ def _least_stages(problem: _Problem, values: Floats, step: Floats, box: _Box) ->
 
 
 def _fastest_candidate(problem: _Problem, i: int, j: int, group: int, live: int, box: _Box) -> int:
-    """The fastest candidate of a group within box and memory."""
+    """Within box and memory."""
     seconds, step = (cost[:, i, j] for cost in problem.costs)
     allowed = (problem.groups == group) & (problem.most[:, i, j] >= live) & (step <= box.sigma)
     return int(np.argmin(np.where(allowed, seconds, np.inf)))
 
 
 def _tables(problem: _Problem, best: Floats, cap_s: float, *, maximum: bool) -> tuple[Floats, Ints, int]:
-    """`fill_tables` over units of devices, for speed: f, how, and the devices per unit.
-
-    All starts are multiples of the unit.
-    """
+    """`fill_tables` over units of devices, for speed: f, how, and the devices per unit, which divides all starts."""
     table, counts = problem.table, problem.counts
     used = np.isfinite(best[0]).any(axis=(0, 2))  # fits with the fewest live micro-batches
     unit = math.gcd(table.cluster_devices, *counts[used].tolist())
@@ -353,7 +342,7 @@ def _best_end(f: Floats) -> tuple[float, int]:
 
 
 def _least_memory(problem: _Problem) -> float:
-    """The least memory per device with which a pipeline fits; inf if the table allows no pipeline."""
+    """Per device, for any pipeline; inf if the table allows no pipeline."""
     table = problem.table
     allowed = np.isfinite(table.seconds) & np.isfinite(table.step_seconds)
     best = np.full((len(problem.live), table.n_layers, len(problem.counts), table.n_layers), np.inf)

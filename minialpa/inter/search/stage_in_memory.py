@@ -40,7 +40,7 @@ from minialpa.ir.equations import bytes_of, source_line
 from minialpa.options import PLANNED_STEPS, AutoShardingOption
 from minialpa.support.sizes import bytes_text
 
-#: Most solves of a stage with different room: in all, and after the first solution that fits.
+#: Most solves of a stage with other room: in all, and after the first solution that fits.
 _MAX_SOLVES, _MAX_AFTER_FIT = 6, 2
 #: Least time limit of a solve, in counted seconds (see `Deadline`).
 _LEAST_LIMIT_S = 1.0
@@ -50,8 +50,8 @@ _PART_OF_RUN = 0.25
 _LITTLE_GAIN = 0.005
 #: A solution may leave this fraction of the limit unused.
 _LITTLE_LEFT = 0.01
-#: If the smallest solution needs more than this multiple of the limit, only problems of few equations try other ways.
-#: In larger problems these take long, and did not help in 12 stages.
+#: Other ways are tried in problems of few equations, or if the smallest solution needs at most this multiple of the
+#: limit. In larger problems these take long, and did not help in 12 stages.
 _NEARLY_FITS, _FEW_EQUATIONS = 1.1, 1000
 
 
@@ -59,7 +59,7 @@ _NEARLY_FITS, _FEW_EQUATIONS = 1.1, 1000
 class FreeSolution:
     """The cheapest shardings of a stage in unlimited memory: seconds of one step, bytes of one device.
 
-    bound_s: lower bound on the seconds with any shardings; 0 if unknown.
+    bound_s: lower bound with any shardings; 0 if unknown.
     """
 
     seconds: float
@@ -81,7 +81,7 @@ class NothingFitsError(InfeasibleError):
 
 
 class _Measurement:
-    """The collectives and the memory of a solution. The memory is computed at the first use."""
+    """The memory is computed at the first use."""
 
     def __init__(self, programs: Sequence[TaskProgram], memory: Callable[[Sequence[TaskProgram]], MeshMemory]) -> None:
         self.moved = tuple(mesh_collectives(programs))
@@ -99,7 +99,6 @@ class _Measurement:
 class SolvedStage:
     """Shardings of a stage.
 
-    moved: the collectives of its tasks.
     measured: computes the memory of its tasks, which solutions that are too slow never need.
     free: the cheapest shardings in unlimited memory, possibly the same; `None` if unknown.
     """
@@ -116,10 +115,7 @@ class SolvedStage:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Stage:
-    """Mesh number `mesh` of a staged step, to solve.
-
-    measured: all solutions so far. Solves with different room often agree.
-    """
+    """Mesh number `mesh` of a staged step. measured: all solutions so far; solves with different room often agree."""
 
     staged: StagedStep
     mesh: int
@@ -135,14 +131,12 @@ class SolveLimits:
     """The limits of a solution, and hints from other solutions.
 
     Attributes:
-        option: contains the memory limit.
         moments: see `live_counts`.
         n_bytes: memory of a device, even if `option` sets no limit.
         uncounted_bytes: a guess of (measured bytes) - (counted bytes).
         free: (seconds of a step, bytes per device) of the solution in unlimited memory; `None` to solve in such memory.
         below_s: solutions in unlimited memory of so many seconds per step or more are useless.
         in_other_ways: whether to try the other ways of the module docstring, which have other prices.
-        work: counts the work of all solves.
     """
 
     option: AutoShardingOption
@@ -155,7 +149,7 @@ class SolveLimits:
     work: Deadline = field(default_factory=lambda: Deadline(math.inf))
 
     def deadline(self) -> Deadline:
-        """The end of a solve; in short memory in proportion to the training run."""
+        """In short memory in proportion to the training run."""
         limit_s = self.option.solver_limit_s
         if self.free is None:
             return self.work.within(limit_s)
@@ -188,7 +182,7 @@ def needed(memory: MeshMemory, moments: Moments) -> float:
 
 
 def seconds_of(stage: Stage, solved: SolvedStage) -> float:
-    """Seconds of one step, without waits for other stages."""
+    """Of one step, without waits for other stages."""
     split = stage.staged.split
     times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops)
     return split.n_micro_batches * times.pass_s + times.per_step_s
@@ -201,7 +195,6 @@ def uncounted(solved: SolvedStage, moments: Moments) -> float:
 
 
 def _solutions_in_other_ways(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
-    """Solutions by other counts of memory, and with split examples."""
     option, moments = limits.option, limits.moments
     usages = mesh_usages(stage.staged, stage.mesh, moments, stage.view, compiler=stage.compiler, gathered=True)
     always = tuple(usage for usage in limit.usages if usage.end - usage.start == limit.n_times)
@@ -231,7 +224,6 @@ def _stage_with_option(stage: Stage, option: AutoShardingOption) -> Stage:
 
 
 def _solve_within_limit(stage: Stage, limits: SolveLimits, limit: MemoryLimit | None) -> SolvedStage:
-    """The fastest fitting solution of several rooms."""
     deadline = limits.deadline()
     if limit is None or not limit.usages:
         return _solve_or_explain(stage, limits, limit, limit, deadline)
@@ -261,7 +253,7 @@ def _solve_within_limit(stage: Stage, limits: SolveLimits, limit: MemoryLimit | 
 def _fastest_that_fits(
     stage: Stage, limits: SolveLimits, limit: MemoryLimit, found: Sequence[SolvedStage]
 ) -> SolvedStage:
-    """The fastest solution that fits. Raises NothingFitsError."""
+    """Raises NothingFitsError."""
     fitting = [one for one in found if needed(one.memory, limits.moments) <= limit.limit_bytes]
     if fitting:
         return min(fitting, key=lambda one: seconds_of(stage, one))
@@ -291,8 +283,8 @@ def _gains_from_more_room(stage: Stage, limits: SolveLimits, limit: MemoryLimit,
 class _LimitSearch:
     """Proposes the room of each solve, until a solution needs nearly `limit_bytes`. All numbers are bytes per device.
 
-    A solution needs more or fewer bytes than counted, and both rise with the room. So the next room lies between the
-    largest solution that fits and the smallest that does not.
+    Needed bytes differ from counted bytes, and both rise with the room. So the next room lies between the largest
+    solution that fits and the smallest that does not.
     """
 
     def __init__(self, limit_bytes: float) -> None:
@@ -300,23 +292,21 @@ class _LimitSearch:
         # (counted, needed) of the largest solution that fits, and of the solutions that do not fit.
         self._largest_fit: tuple[float, float] | None = None
         self._misfits: list[tuple[float, float]] = []
-        self._infeasible_room = 0.0  # the largest room that was infeasible
-        self._has_interpolated = False  # whether linear interpolation was tried
+        self._infeasible_room = 0.0  # the largest one
+        self._has_interpolated = False
         self.n_after_fit = 0  # solutions after the first one that fits
 
     def first(self, uncounted_bytes: float) -> float:
-        """uncounted_bytes: a guess of needed - counted."""
         return self.limit_bytes - uncounted_bytes if uncounted_bytes < self.limit_bytes else self.limit_bytes
 
     def after_none(self, counted_limit: float) -> float | None:
-        """The next room if `counted_limit` was infeasible; `None` to stop."""
+        """`None` to stop."""
         self._infeasible_room = max(self._infeasible_room, counted_limit)
         if self._misfits:
             return self._smaller_room()
         return self.limit_bytes if self._largest_fit is None and counted_limit < self.limit_bytes else None
 
     def after(self, counted_limit: float, counted: float, needed_bytes: float) -> float | None:
-        """The next room after a solution; `None` to stop."""
         missing = needed_bytes - self.limit_bytes
         self.n_after_fit += self._largest_fit is not None
         if missing > 0:
@@ -329,13 +319,13 @@ class _LimitSearch:
             return None
         if self._misfits:
             return self._room_between()
-        # A solution that leaves some of its room unused is the cheapest with any room.
+        # A solution that leaves some room unused is the cheapest with any room.
         return counted_limit - missing if counted >= (1 - _LITTLE_LEFT) * counted_limit else None
 
     def _smaller_room(self) -> float | None:
-        """Less room, by the missing bytes. The last two solutions show the needed bytes per counted byte, at first 1.
+        """Less room, by the missing bytes; `None` if even the infeasible room would not save enough.
 
-        `None` if even the infeasible room would not save enough.
+        The last two solutions show the needed bytes per counted byte, at first 1.
         """
         counted, needed_bytes = self._misfits[-1]
         missing, per_byte = needed_bytes - self.limit_bytes, 1.0
@@ -348,7 +338,7 @@ class _LimitSearch:
         return max(counted - missing / per_byte, (counted + self._infeasible_room) / 2)
 
     def _room_between(self) -> float | None:
-        """First by linear interpolation, then the middle between a solution that fits and one that does not."""
+        """Linear interpolation, then the middle."""
         assert self._largest_fit is not None
         low, low_bytes = self._largest_fit
         above = [one for one in self._misfits if one[0] > low]
@@ -361,7 +351,7 @@ class _LimitSearch:
 
 
 def _solve_once(stage: Stage, lowered: MemoryLimit | None, deadline: Deadline) -> SolvedStage:
-    """lowered: the limit of this solve, its room."""
+    """lowered: the room."""
     solution = stage.solver.solve(lowered, deadline)
     key = (solution.equations, tuple(solution.specs.values()), tuple(solution.results.values()))
     if key not in stage.measured:
@@ -444,10 +434,9 @@ def _too_large_error(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -
 
 
 def standard_plans(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
-    """`option` with each of the standard plans; empty if `option` fixes the split of the examples.
+    """`option` with ZeRO-3, ZeRO-2 and 2-D plans; empty if it fixes the split of the examples.
 
-    These are ZeRO-3, ZeRO-2 and 2-D plans: examples over one mesh axis and layers over the other, with and without
-    replicated parameters.
+    2-D plans split examples over one mesh axis and layers over the other, with and without replicated parameters.
     """
     splits = tuple(splits_of_examples(option, mesh))
     if not splits:

@@ -1,4 +1,4 @@
-"""The loops of the stage DP, compiled by numba: costs in, tables of the DP out. `stage_dp` defines the letters."""
+"""The loops of the stage DP, compiled by numba. `stage_dp` defines the letters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def least_stages(
 ) -> Floats:  # fmt: skip
     """best[l, i, g, j]: least `values[m, i, j]` over the candidates m of group g that fit with live[l] micro-batches.
 
-    Candidates count if they are `used`, with values <= tau and step <= sigma.
+    Candidates are `used`, with values <= tau and step <= sigma.
     """
     n_layers = values.shape[1]
     best = np.full((n_live, n_layers, n_groups, n_layers), np.inf)
@@ -78,7 +78,6 @@ def least_stages(
                 if fits and value < best[k, i, g, j]:
                     best[k, i, g, j] = value
 
-    # A stage that fits with more live micro-batches fits with fewer.
     for k in range(n_live - 2, -1, -1):
         best[k] = np.minimum(best[k], best[k + 1])
     return best
@@ -122,14 +121,13 @@ def fill_tables(
 ) -> tuple[Floats, Ints]:  # fmt: skip
     """f[s, i, p] of the stage DP, and its argmin `how`: j * n_groups + g, or IDLE.
 
-    Args:
-        best: see `least_stages`.
-        live_of: [s], the index l in `best` for the s-th stage from the end.
-        counts, may_start: [g] and [g, p], of each group.
-        skip_to: [p], the next device if device p stays idle, which `idle` allows.
-        transfer: [j, p], seconds from layer j to a stage that starts at device p.
-        maximum: take the largest value of the stages, without transfers, instead of the sum.
-        cap: larger values count as infinite.
+    best: see `least_stages`.
+    live_of: [s], the index l in `best` for the s-th stage from the end.
+    counts, may_start: [g] and [g, p], of each group.
+    skip_to: [p], the next device if device p stays idle, which `idle` allows.
+    transfer: [j, p], seconds from layer j to a stage that starts at device p.
+    maximum: take the largest value of the stages, without transfers, instead of the sum.
+    cap: larger values count as infinite.
     """
     n_layers, n_groups = best.shape[1], best.shape[2]
     n_stages, n_devices = len(live_of) - 1, may_start.shape[1]

@@ -14,7 +14,7 @@ of the cost graph.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -32,20 +32,20 @@ from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.liveness import LargeTensor, Lifetimes, donated_pairs, lifetimes, peak_bytes
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.loops import scan_body
-from minialpa.ir.equations import bytes_of, is_literal, operand_vars
+from minialpa.ir.equations import Atom, bytes_of, device_bytes_of, host_bytes_of, is_literal, operand_vars
 from minialpa.rules.expensive import has_contraction
 from minialpa.sharding import Spec
 
 Moments = Sequence[Sequence[int]]
 
-#: Temporaries are predicted. This fraction of them stays free, and these bytes for the many small buffers of a program.
+#: Temporaries are predicted: this fraction of them stays free, and these bytes for the many small buffers of a program.
 _RESERVE, _RESERVE_BYTES = 0.05, 32_768
 
 Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 
 
 def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
-    """Bytes per device with the reserve. kept: exact bytes. temp: predicted temporaries."""
+    """With the reserve. kept: exact. temp: predicted temporaries."""
     return kept + (1 + _RESERVE) * temp + _RESERVE_BYTES
 
 
@@ -53,11 +53,10 @@ def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
 class MeshMemory:
     """Bytes per device, as in the formula of the module.
 
-    Attributes:
-        kept_bytes: for each chunk of the mesh, per live micro-batch.
-        pass_temp_bytes, update_temp_bytes: `temp` of the passes and of the update.
-        left_bytes: part of `pass_temp_bytes` that remains at the end of a pass, such as gradients before accumulation.
-        largest: tensors at the peak of the task with the largest `temp`.
+    kept_bytes: for each chunk of the mesh, per live micro-batch.
+    pass_temp_bytes, update_temp_bytes: `temp` of the passes and of the update.
+    left_bytes: part of `pass_temp_bytes` that remains at the end of a pass, such as gradients before accumulation.
+    largest: tensors at the peak of the task with the largest `temp`.
     """
 
     fixed_bytes: float
@@ -66,6 +65,9 @@ class MeshMemory:
     update_temp_bytes: float
     left_bytes: float
     largest: tuple[LargeTensor, ...]
+    host_fixed_bytes: float = 0.0
+    host_kept_bytes: tuple[float, ...] = ()
+    host_temp_bytes: float = 0.0
 
     @property
     def temp_bytes(self) -> float:
@@ -79,13 +81,18 @@ class MeshMemory:
         kept = max(sum(n * size for n, size in zip(live, self.kept_bytes, strict=True)) for live in moments)
         return self.fixed_bytes + kept + self.temp_bytes
 
+    def host_bytes(self, moments: Moments) -> float:
+        """`peak_bytes` of the arrays in host memory."""
+        kept = (sum(n * size for n, size in zip(live, self.host_kept_bytes, strict=False)) for live in moments)
+        return self.host_fixed_bytes + max(kept, default=0.0) + self.host_temp_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class _KeptVariables:
     """Variables of a mesh that outlive its tasks.
 
     fixed: values that stay for a whole loop -> number of copies.
-    residuals: values that passes leave for later passes of the loop -> the chunk of the mesh that keeps them, from 0.
+    residuals: values for later passes of the loop -> the chunk of the mesh that keeps them, from 0.
     """
 
     fixed: dict[Var, int]
@@ -102,18 +109,19 @@ def mesh_memory(
     *,
     compiler: Compiler,
 ) -> MeshMemory:
-    """The bytes of a solution, by the formula of the module."""
     kept, n_of = _kept_variables(staged, mesh), staged.repeats.n_variables
     temps, left = {True: 0.0, False: 0.0}, 0.0  # by `per_micro_batch`
+    host_temp = 0.0
     largest: tuple[LargeTensor, ...] = ()
 
-    # Tasks run one after the other, so the largest of each kind counts.
+    # Tasks run one after the other, so the largest counts.
     for one, program in _distinct_programs(programs):
         task = one.task
         accumulators = range(len(task.invars), len(program.invars))
         donated = (*donations(staged, task), *accumulators)
         memory = peak_bytes(program, donated, compiler=compiler)
         outputs = _output_bytes(program, donated, kept)
+        host_temp = max(host_temp, memory.host_temp_bytes + _passing_host_bytes(program, donated, kept))
         gone = sum(n_of(v) * _local_bytes(v, sharding.specs, view) for v in one.summed_before)
         extra = memory.temp_bytes + outputs + _argument_bytes(program, kept) - gone
         if task.per_micro_batch and extra >= temps[True]:
@@ -124,8 +132,10 @@ def mesh_memory(
 
     fixed = sum(n * n_of(v) * _local_bytes(v, sharding.specs, view) for v, n in kept.fixed.items())
     by_chunk = [0.0] * kept.n_chunks
+    host_by_chunk = [0.0] * kept.n_chunks
     for v, chunk in kept.residuals.items():
         by_chunk[chunk] += n_of(v) * _local_bytes(v, sharding.specs, view)
+        host_by_chunk[chunk] += n_of(v) * _local_bytes(v, sharding.specs, view, in_host=True)
     return MeshMemory(
         fixed_bytes=fixed,
         kept_bytes=tuple(by_chunk),
@@ -133,11 +143,16 @@ def mesh_memory(
         update_temp_bytes=temps[False],
         left_bytes=left,
         largest=largest,
+        host_fixed_bytes=sum(
+            n * n_of(v) * _local_bytes(v, sharding.specs, view, in_host=True) for v, n in kept.fixed.items()
+        ),
+        host_kept_bytes=tuple(host_by_chunk),
+        host_temp_bytes=host_temp,
     )
 
 
 def _distinct_programs(tasks: Sequence[TaskProgram]) -> Iterator[tuple[TaskProgram, ShardedEquations]]:
-    """The programs of tasks. The run of the last micro-batch may have its own program, which then comes as well."""
+    """The run of the last micro-batch may have its own program."""
     for one in tasks:
         yield one, one.program
         if one.last is not None:
@@ -156,15 +171,14 @@ def mesh_usages(
     """The variables in memory over time, without parameters and optimizer state. Tasks run one after the other.
 
     Residuals count at the moment of `moments` with most unsharded bytes.
-    gathered: also count arguments as products read them, and operands as loops read them. Arrays that are stored in
-    the same sharding then count twice.
+    gathered: also count arguments as products read them, and operands as loops read them. Arrays in one sharding then
+    count twice.
     """
     kept, n_of = _kept_variables(staged, mesh), staged.repeats.n_variables
     live = max(moments, key=lambda counts: sum(n_of(v) * bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
     inputs = set(staged.inputs)
     usages: list[Usage] = []
 
-    # The times of one task follow the times of the task before it.
     now = 0
     for task in staged.tasks_of(mesh):
         found = _lifetimes_in(staged, task, compiler)
@@ -195,7 +209,7 @@ def _lifetimes_in(staged: StagedStep, task: Task, compiler: Compiler) -> Lifetim
 def _made_usages(
     staged: StagedStep, task: Task, found: Lifetimes, kept: _KeptVariables, view: ShardedView, now: int
 ) -> Iterator[Usage]:
-    """The temporary values of a task. now: the first time of the task."""
+    """now: the first time of the task."""
     added = only_added(staged, added_inside(staged, task)) if view.adds_to_accumulators else set()
     for v, start, end, n in found.intervals:
         if v not in kept.residuals and v not in kept.fixed:
@@ -204,7 +218,7 @@ def _made_usages(
 
 
 def _loop_usages(task: Task, made: Mapping[Var, int], *, gathered: bool) -> Iterator[Usage]:
-    """Operands of loops, such as weights that are gathered before a loop over layers, while the loops run."""
+    """Operands while the loops run, such as weights that are gathered before a loop over layers."""
     for eqn in task.eqns:
         body = scan_body(eqn)
         time = min((made[v] for v in eqn.outvars if v in made), default=None)
@@ -233,7 +247,7 @@ def _gathered_usages(
 
 
 def kept_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
-    """Variables of a mesh that outlive its tasks, with `n_live` live micro-batches."""
+    """Variables that outlive the tasks of a mesh, with `n_live` live micro-batches."""
     kept = _kept_variables(staged, mesh)
     stays = [Usage(v, n, 0, 1) for v, n in kept.fixed.items()]
     return (*stays, *(Usage(v, n_live, 0, 1) for v in kept.residuals))
@@ -299,35 +313,40 @@ def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[
         seen.update(v for v in (*task.invars, *task.outvars) if v not in never)
 
     for task in loop:
-        # The first chunk with a value keeps it, because its backward pass is the last of the mesh.
+        # The first chunk keeps it, because its backward pass is the last of the mesh.
         for v in (*task.invars, *task.outvars):
             if v in residuals:
                 residuals[v] = min(residuals[v], chunks.index(task.chunk))
     return residuals
 
 
-def _output_bytes(program: ShardedEquations, donated: tuple[int, ...], kept: _KeptVariables) -> float:
-    """Bytes of the results of a task that neither outlive it nor take over an argument."""
+_Size = Callable[[Atom], float]
+
+
+def _output_bytes(
+    program: ShardedEquations, donated: tuple[int, ...], kept: _KeptVariables, size: _Size = device_bytes_of
+) -> float:
+    """Of results that neither outlive the task nor take over an argument."""
     aliased, n_of = {o for _, o in donated_pairs(program, donated)}, program.repeats.n_variables
     return sum(
-        n_of(v) * bytes_of(v) / spec.n_shards(program.mesh.shape)
+        n_of(v) * size(v) / spec.n_shards(program.mesh.shape)
         for o, (v, spec) in enumerate(zip(program.outvars, program.out_specs, strict=True))
         if o not in aliased and v not in kept.residuals and v not in kept.fixed
     )
 
 
-def _argument_bytes(program: ShardedEquations, kept: _KeptVariables) -> float:
-    """Bytes of the arguments of a task that are received for it alone."""
+def _argument_bytes(program: ShardedEquations, kept: _KeptVariables, size: _Size = device_bytes_of) -> float:
+    """Of arguments that are received for this task alone."""
     n_of = program.repeats.n_variables
     return sum(
-        n_of(v) * bytes_of(v) / program.specs[v].n_shards(program.mesh.shape)
+        n_of(v) * size(v) / program.specs[v].n_shards(program.mesh.shape)
         for v in program.invars
         if v not in kept.fixed and v not in kept.residuals
     )
 
 
 def _replacing_pairs(staged: StagedStep, task: Task, given: list[Var]) -> list[tuple[Var, Var]]:
-    """Pairs (donated argument of the step, result of this task that replaces it)."""
+    """(donated argument of the step, result of this task that replaces it)."""
     traced = staged.split.traced
     made = set(task.outvars)
     out = []
@@ -337,6 +356,10 @@ def _replacing_pairs(staged: StagedStep, task: Task, given: list[Var]) -> list[t
     return out
 
 
-def _local_bytes(v: Var, specs: Mapping[Var, Spec], view: ShardedView) -> float:
-    """Bytes on one device."""
-    return bytes_of(v) / specs[v].n_shards(view.mesh.shape) if v in specs else 0.0
+def _local_bytes(v: Var, specs: Mapping[Var, Spec], view: ShardedView, *, in_host: bool = False) -> float:
+    n_bytes = host_bytes_of(v) if in_host else device_bytes_of(v)
+    return n_bytes / specs[v].n_shards(view.mesh.shape) if v in specs else 0.0
+
+
+def _passing_host_bytes(program: ShardedEquations, donated: tuple[int, ...], kept: _KeptVariables) -> float:
+    return _output_bytes(program, donated, kept, host_bytes_of) + _argument_bytes(program, kept, host_bytes_of)

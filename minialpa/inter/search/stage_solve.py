@@ -42,12 +42,12 @@ from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
 from minialpa.support.sizes import bytes_text
 
-#: Most bytes of cached solvers of whole stages.
+#: Bytes of cached solvers.
 _MOST_SOLVER_BYTES = 2**29
 #: Most solves of a stage with other prices of starts; fewer in short memory, where a solve takes longer.
 _MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
-#: Prices of collectives that work can hide, as fractions of their seconds: if work hides all of them (the price is not
-#: 0, to prefer solutions with less to hide), and if it hides a part.
+#: Prices of collectives that work can hide, as fractions of their seconds: if work hides all (not 0, to prefer
+#: solutions with less to hide), and if it hides a part.
 _HIDDEN_PRICE, _PARTLY_HIDDEN_PRICES = 0.02, (0.3, 0.1, 0.02)
 #: A solve has to gain more than this fraction of a step.
 _LITTLE = 1e-3
@@ -90,7 +90,7 @@ class _SolvedStage:
 
 @dataclass(frozen=True, slots=True)
 class SlowestStage:
-    """The slowest stage of a pipeline so far, in seconds of one step. All other stages wait for it.
+    """The slowest stage so far, in seconds of one step.
 
     spare_s: seconds that another stage may lose to its fastest shardings.
     """
@@ -101,9 +101,9 @@ class SlowestStage:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Request:
-    """The arguments of one call of `StageSolver.solve`.
+    """The arguments of `StageSolver.solve`.
 
-    kind: a key, equal for stages with equal equations, meshes and options, under any memory limit.
+    kind: equal for stages with equal equations, meshes and options, under any memory limit.
     """
 
     kind: Hashable
@@ -153,13 +153,10 @@ class StageSolver:
         Raises StageMemoryError if no shardings fit, NotFasterError if all that fit take `below_s` or more, and
         InfeasibleError if the options forbid all shardings.
 
-        Args:
-            problem: the equations of the mesh.
-            option: contains the memory limit.
-            moments: live micro-batches at the fullest moments, see `live_counts`.
-            below_s: seconds of a step from which the stage is useless to the caller.
-            saves_memory: whether to look for more expensive shardings if the cheapest do not fit.
-            slowest: cached shardings that are no slower than this stage suffice.
+        moments: live micro-batches at the fullest moments, see `live_counts`.
+        below_s: seconds of a step from which the stage is useless to the caller.
+        saves_memory: whether to look for more expensive shardings if the cheapest do not fit.
+        slowest: cached shardings that are no slower than this stage suffice.
         """
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
@@ -204,7 +201,7 @@ class StageSolver:
     def _solution(
         self, request: _Request, key: object, option: AutoShardingOption, free: tuple[float, float] | None
     ) -> _SolvedStage:
-        """The cached solution under `key`, or a new one. free: see `SolveLimits`; `None` in unlimited memory."""
+        """Cached or new. free: see `SolveLimits`; `None` in unlimited memory."""
         if key in self._solutions:
             return self._solutions[key]
         stage = self._stage_of(request)
@@ -239,10 +236,7 @@ class StageSolver:
     def _solution_in_memory(
         self, request: _Request, free: FreeSolution, bound_s: float, slowest: SlowestStage | None
     ) -> _SolvedStage:
-        """The cheapest shardings that fit, cached or new. Raises StageMemoryError.
-
-        bound_s: the solver's bound of the solution in unlimited memory.
-        """
+        """Cached or new. bound_s: the solver's bound in unlimited memory. Raises StageMemoryError."""
         if slowest is not None:
             cached = self._cached_in_memory(request.kind, free, request.moments, slowest)
             if cached is not None:
@@ -258,7 +252,6 @@ class StageSolver:
     def _cached_in_memory(
         self, kind: object, free: FreeSolution, moments: Moments, slowest: SlowestStage
     ) -> _SolvedStage | None:
-        """The fastest cached solution that fits and is no slower than `slowest` allows."""
         most_s = min(slowest.seconds, free.seconds + slowest.spare_s)
         known = [
             one
@@ -304,7 +297,7 @@ class StageSolver:
 
 
 def _variables(problem: MeshEquations) -> tuple[Var, ...]:
-    """The variables of a problem, in the same order for all problems that are alike."""
+    """In the same order for all problems that are alike."""
     made = (v for eqn in problem.eqns for v in eqn.outvars)
     return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
 
@@ -388,7 +381,7 @@ def _or_repriced(stage: Stage, limits: SolveLimits, best: SolvedStage, least_s: 
 
 
 def _solver(stage: Stage, limits: SolveLimits, counts: StartCounts | None, hidden_price: float) -> MeshSolver:
-    """A solver at other prices. counts: sums that share each start. hidden_price: of collectives that work can hide."""
+    """counts: sums that share each start. hidden_price: of collectives that work can hide."""
     mesh, cache = stage.view.mesh, stage.solver.cache
     return MeshSolver(stage.problem, mesh, limits.option, cache, counts, hidden_price=hidden_price)
 

@@ -1,7 +1,6 @@
 """Bounds on the costs of sublayers for one number of micro-batches in, the table of stages for the DP out.
 
-The table has costs for each run of layers in each column. The search raises few bounds between two tables, so only sums
-of changed candidates are recomputed.
+The search raises few bounds between two tables, so only sums of changed candidates are recomputed.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ class StageTables:
         exact: (seconds per micro-batch, seconds once per step) of stages that were solved as wholes.
         misfits: stages, each with a number of micro-batches in flight with which it does not fit in memory. A stage
             with more layers on the same submesh does not fit either, unless it has more rematerialisation.
-        is_open: [candidate], whether stages may use it.
-        chosen: the last best pipeline.
-        changed: whether costs have changed since `chosen`.
+        changed: since `chosen`.
     """
 
     def __init__(
@@ -83,28 +80,25 @@ class StageTables:
         return bool(new.any())
 
     def solve(self, sublayers: Ints, column: int, cost: SublayerCost) -> None:
-        """Record a solved cost."""
         for name in NAMES:
             self.by_name[name][sublayers, column] = getattr(cost, name)
         self.solved[sublayers, column] = True
         self.change(np.array([column]))
 
     def learn(self, place: Place, seconds: float, step_seconds: float) -> None:
-        """Record the seconds of a whole stage."""
         self.exact[place] = seconds, step_seconds
         self.change(np.array([place[2]]))
-        # This cost may be below its bound, so another pipeline may be better.
+        # The bound may be higher, so another pipeline may be better.
         self.chosen = None
 
     def exclude(self, place: Place, n_live: int) -> None:
-        """Record a stage that does not fit."""
         self.misfits.append((place, n_live))
         self.change(np.array([place[2]]))
 
     # ---- stages ---------------------------------------------------------------------------------------------------
 
     def table(self) -> StageCostTable:
-        """The current bounds of all stages. Views of arrays that later changes overwrite."""
+        """Bounds of all stages, as views of arrays that later changes overwrite."""
         if self._is_stale.any():
             width = self._columns_per_candidate
             self._refresh(np.flatnonzero(np.repeat(self._is_stale, width)))
@@ -122,7 +116,7 @@ class StageTables:
         )
 
     def _refresh(self, columns: Ints) -> None:
-        """Recompute the costs of stages in these columns, which are all columns of some candidates."""
+        """columns: all columns of some candidates."""
         cost = {name: values[:, columns] for name, values in self.by_name.items()}
 
         def sums(values: Floats) -> Floats:
@@ -149,7 +143,7 @@ class StageTables:
                 least = _just_above(memory_bytes[row[c]]) - n_live * in_flight[larger]
                 fixed[larger] = np.maximum(fixed[larger], least)
 
-        # Of nearly equal stages, the one on fewer devices is preferred.
+        # Of nearly equal stages, the one on fewer devices wins.
         share = (self.columns.n_devices[columns] / self.cluster.n_devices)[:, None, None]
         preferred = preferred_seconds(seconds, share)
         preferred[self._is_needless(fixed + self._most_live * in_flight <= memory_bytes[:, None, None])] = np.inf

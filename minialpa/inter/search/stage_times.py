@@ -31,10 +31,9 @@ _EXPOSED = -1
 class StageTimes:
     """Seconds of a stage.
 
-    Attributes:
-        passes: for one micro-batch.
-        update_s: once per step, before the first loop and after the last.
-        between_s: once per step, after each other loop.
+    passes: for one micro-batch.
+    update_s: once per step, before the first loop and after the last.
+    between_s: once per step, after each other loop.
     """
 
     passes: tuple[PlannedPass, ...]
@@ -62,7 +61,7 @@ def stage_times(
     """Times of a mesh under `sharding`.
 
     moved: the tasks of the mesh, in order, with their collectives.
-    n_loops: loops over the micro-batches in the step.
+    n_loops: loops over the micro-batches.
     hides: whether work hides collectives on GPUs. Solvers of sublayers assume that it does not.
     """
     n_of = problem.repeats.n_equations
@@ -119,7 +118,7 @@ def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[Collective
 
 
 def starts_s(counts: StartCounts, mesh: LogicalMesh) -> float:
-    """Seconds to start these collectives, without their bytes."""
+    """Without their bytes."""
     return sum(Collective(kind, 0.0, axes).seconds(mesh) for kind, axes, _ in counts)
 
 
@@ -137,7 +136,7 @@ def _communication_s(
 ) -> tuple[float, float]:
     """(Seconds of collectives that devices wait for, seconds that work hides).
 
-    total_s: seconds of the work. compute_s: by equation; `None` if work hides no collectives.
+    total_s: of the work. compute_s: by equation; `None` if work hides no collectives.
     """
     work_s = {} if compute_s is None else _work_s(collectives, total_s, compute_s)
     starts = _first_of_start(collectives, mesh)
@@ -179,12 +178,10 @@ def _first_of_start(collectives: Sequence[Communication], mesh: LogicalMesh) -> 
 
 
 def _exposed_starts(collectives: Sequence[Communication], starts: Sequence[int]) -> set[int]:
-    """The starts that no work hides.
+    """The starts that no work hides. starts: see `_first_of_start`.
 
     Collectives that start together wait for the last one, so all are exposed if one is, and also each collective that
     waits for them: gathers of new weights wait for sums of gradients.
-
-    starts: for each collective, the number of the first collective that starts with it, see `_first_of_start`.
     """
     exposed = {start for start, one in zip(starts, collectives, strict=True) if not one.can_hide}
     exposed_bits = sum(1 << i for i, start in enumerate(starts) if start in exposed)  # bit i: collective i is exposed

@@ -26,14 +26,12 @@ from minialpa.options import AutoShardingOption, Remat
 from minialpa.support.recent import Recent
 from minialpa.tracing.trace import TracedStep
 
-#: Most bytes of the staged steps, and of the solvers of sublayers, that a search keeps.
+#: Bytes of staged steps, and of solvers of sublayers, that a search keeps.
 _MOST_STAGED_BYTES, _MOST_SOLVER_BYTES = 2**30, 2**29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SublayerSearch:
-    """The input of a `SublayerSolver`."""
-
     traced: TracedStep
     layer_of_group: Sequence[int]
     cluster: ClusterSpec
@@ -58,7 +56,7 @@ class SublayerSolver:
         self.border_bytes: tuple[float, ...] = ()
         self.short: SublayeredStep | NotShortened | None = None
 
-        self._first_staging: tuple[int, Remat] | None = None  # number of micro-batches and remat of the first staging
+        self._first_staging: tuple[int, Remat] | None = None
         self._steps: dict[tuple[bool, Remat], TracedStep] = {}  # by whether the step is whole
         self._kinds: dict[tuple[int, Remat], tuple[int, ...]] = {}
         self._solved: dict[tuple[int, int, int], SublayerCost] = {}
@@ -80,11 +78,11 @@ class SublayerSolver:
         return self._kinds[n, remat]
 
     def unlimited_cost(self, n: int, remat: Remat, sublayer: int, candidate: Candidate) -> SublayerCost:
-        """The least cost of a sublayer on a submesh with unlimited memory. It does not count in `n_solved`."""
+        """With unlimited memory. It does not count in `n_solved`."""
         return self._sublayer_costs(n, remat).cost(sublayer, candidate, None, 0.0, limited=False)
 
     def cost(self, n: int, sublayer: int, c: int) -> SublayerCost:
-        """The cost of a sublayer in column `c`, within the memory of its devices."""
+        """In column `c`, within the memory of its devices."""
         column = self._columns[c]
         kind = self.kinds(n, column.remat)[sublayer]
         key = (n, kind, c)
@@ -126,7 +124,7 @@ class SublayerSolver:
         return self._costs_of(self._whole, n, remat)
 
     def _short_step(self, n: int, remat: Remat) -> SublayeredStep | NotShortened:
-        """The short step, if it has the problems of the whole step when both are staged for `n` and `remat`."""
+        """`NotShortened` unless it has the problems of the whole step when both are staged for `n` and `remat`."""
         sublayers = self._sublayer_costs(n, remat)
         short = shortened(
             StagedSublayers(
@@ -146,7 +144,6 @@ class SublayerSolver:
         return short
 
     def _costs_of(self, sublayered: SublayeredStep, n: int, remat: Remat) -> SublayerCosts:
-        """Rematerialise and stage the step."""
         search, key = self._search, (sublayered is self._whole, remat)
         if key not in self._steps:
             self._steps[key] = rematerialise(

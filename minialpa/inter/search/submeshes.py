@@ -21,11 +21,11 @@ from minialpa.cluster import ClusterSpec, DeviceSpec
 from minialpa.inter.search.stage_kernels import Bools, Floats, Ints
 from minialpa.options import AutoShardingOption, AutoStageOption, PhysicalSpace, Remat
 
-#: Prices of memory: the price of keeping all values of a sublayer, as a multiple of its seconds per step.
+#: Prices of all values of a sublayer in memory, as multiples of its seconds per step.
 MEMORY_PRICES = (0.0, 0.1, 1.0)
-#: A search opens all logical shapes of a submesh at once if there are at most so many.
+#: All logical shapes of a submesh open at once if there are at most so many.
 _FEW_VIEWS = 3
-#: Fraction of its time by which a stage on all devices has to be faster than a stage on few devices.
+#: A stage on all devices has to be faster than a stage on few devices by this fraction.
 _PER_DEVICE = 1e-3
 
 Seconds = TypeVar("Seconds", float, Floats)
@@ -44,8 +44,13 @@ class Candidate:
         return self.submesh[0] * self.submesh[1]
 
 
-def candidates(cluster: ClusterSpec, option: AutoStageOption) -> list[Candidate]:
-    """Each submesh, part of a host or whole hosts, that `option` allows, with each of its logical shapes."""
+def candidates(
+    cluster: ClusterSpec, option: AutoStageOption, sharding: AutoShardingOption | None = None
+) -> list[Candidate]:
+    """Each submesh, part of a host or whole hosts, that `option` allows, with each of its logical shapes.
+
+    sharding: leaves out shapes that do not have its `axis_lengths`, unless all lack them.
+    """
     out = []
     for device, n_hosts in _longest_runs(cluster).items():
         out += [
@@ -53,11 +58,11 @@ def candidates(cluster: ClusterSpec, option: AutoStageOption) -> list[Candidate]
             for submesh in _submeshes(option.submesh_physical_shape_space, n_hosts, cluster.devices_per_host)
             for shape in logical_shapes(submesh, option.submesh_logical_shape_space)
         ]
-    return out
+    return [one for one in out if sharding is None or sharding.has_axes(one.logical_shape)] or out
 
 
 def _submeshes(space: PhysicalSpace, hosts: int, per_host: int) -> list[tuple[int, int]]:
-    """Submeshes (hosts, devices per host) of `space` on `hosts` equal hosts in a row."""
+    """(hosts, devices per host) on `hosts` equal hosts in a row."""
     if isinstance(space, str):
         return [(1, n) for n in _numbers_up_to(per_host, space)] + [
             (h, per_host) for h in _numbers_up_to(hosts, space) if h > 1
@@ -116,7 +121,7 @@ def may_start(cluster: ClusterSpec, choices: list[Candidate]) -> Bools:
 
 
 def skip_to(cluster: ClusterSpec) -> Ints:
-    """[p]: the next device if device p stays idle, see `StageCostTable.skip_to`."""
+    """See `StageCostTable.skip_to`."""
     p = np.arange(cluster.n_devices)
     per_host = cluster.devices_per_host
     return np.where(p % per_host == 0, p + per_host, p + 1)
@@ -137,7 +142,7 @@ def preferred_seconds(seconds: Seconds, share: Seconds) -> Seconds:
 
 
 def _longest_runs(cluster: ClusterSpec) -> dict[DeviceSpec, int]:
-    """For each kind of device, the most hosts in a row with it."""
+    """The most hosts in a row with each kind of device."""
     longest: dict[DeviceSpec, int] = {}
     for device, hosts in itertools.groupby(cluster.device_of(h) for h in range(cluster.num_hosts)):
         longest[device] = max(longest.get(device, 0), len(list(hosts)))
@@ -183,9 +188,8 @@ class Columns:
 
     Attributes:
         n_devices: [column].
-        memory_bytes: [column], limit per device; inf without a limit.
+        memory_bytes: [column], per device; inf without a limit.
         may_start: [column, device], whether the submesh may start at that device of the cluster.
-        submesh_of: [column], number of the submesh.
     """
 
     columns: tuple[Column, ...]
@@ -205,11 +209,9 @@ class Columns:
         return self.number[replace(column, price=price)]
 
     def is_of(self, candidates: Bools) -> Bools:
-        """`candidates` as [column]."""
         return candidates[[column.candidate for column in self.columns]]
 
     def on_same_submesh(self, column: int) -> Ints:
-        """Numbers of columns."""
         return np.flatnonzero(self.submesh_of == self.submesh_of[column])
 
 

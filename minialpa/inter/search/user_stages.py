@@ -16,7 +16,7 @@ from minialpa.support.divisors import divisors
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecidedStage:
-    """A stage before its shardings are solved. layers: empty in a step without layers."""
+    """Before its shardings are solved. layers: empty in a step without layers."""
 
     layers: tuple[int, ...]
     candidate: Candidate
@@ -25,14 +25,13 @@ class DecidedStage:
 
 
 def as_planned(stage: StagePlan, cluster: ClusterSpec, layers: tuple[int, ...]) -> DecidedStage:
-    """The stage of a plan, with `layers` instead of its own."""
     device = cluster.device_of(stage.first_device // cluster.devices_per_host) if cluster.host_devices else None
     candidate = Candidate(stage.submesh, stage.logical_shape, device)
     return DecidedStage(layers, candidate, stage.option, stage.first_device)
 
 
 def given_stages(cluster: ClusterSpec, options: PlanOptions, n_layers: int) -> list[DecidedStage]:
-    """The stages of the options; uniform stages by default. Raises ShardingError if they do not fit on the cluster."""
+    """Uniform stages by default. Raises ShardingError if they do not fit on the cluster."""
     match options.stages:
         case ManualStageOption() as manual:
             return _manual_stages(manual, cluster, options.sharding, n_layers)
@@ -53,8 +52,8 @@ def _uniform_stages(
     _check_uniform(option, n_stages, n_devices, n_layers)
 
     submesh = option.submesh_physical_shape or submesh_of(n_devices // n_stages, cluster)
-    candidate = Candidate(submesh, tuple(option.submesh_logical_shape or (submesh[0] * submesh[1],)))
     chosen = option.submesh_autosharding_option or sharding
+    candidate = Candidate(submesh, tuple(option.submesh_logical_shape or chosen.open_shape(submesh[0] * submesh[1])))
 
     # Stage k has the chunks k, n_stages + k, ...
     bounds = [round(c * n_layers / n_chunks) for c in range(n_chunks + 1)]
@@ -78,7 +77,7 @@ def _check_uniform(option: UniformStageOption, n_stages: int, n_devices: int, n_
 
 
 def submesh_of(n_devices: int, cluster: ClusterSpec) -> tuple[int, int]:
-    """The submesh of `n_devices` adjacent devices. Raises ShardingError unless it is part of a host or whole hosts."""
+    """Raises ShardingError unless adjacent devices are part of a host or whole hosts."""
     per_host = cluster.devices_per_host
     if n_devices <= per_host:
         return (1, n_devices)
@@ -98,7 +97,6 @@ def _manual_stages(
     _check_layers(layers, n_layers)
     shapes, logical = option.submesh_physical_shapes, option.submesh_logical_shapes
 
-    # The fields of a stage's dict replace the options of the step.
     parts = [
         (ids, Candidate((submesh[0], submesh[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
         for ids, submesh, shape, fields in zip(layers, shapes, logical, dicts, strict=True)
@@ -136,7 +134,6 @@ def placed_stages(
     per_host, at = cluster.devices_per_host, 0
     stages = []
     for k, (layers, candidate, option) in enumerate(parts):
-        # A stage that does not fit in the rest of a host starts on the next host.
         hosts, n = candidate.submesh
         if (hosts > 1 or at % per_host + n > per_host) and at % per_host:
             at += per_host - at % per_host

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from jax.extend.core import Var
 
 from minialpa.inter.staging.tasks import StagedStep
-from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
+from minialpa.ir.equations import Atom, dtype_name, is_in_host, is_literal, shape_of
 from minialpa.plan import PlacedValue
+from minialpa.plan.record import MemoryKind
 from minialpa.programs.program import BlockRows, LeafBlocks
 from minialpa.sharding import Spec
 from minialpa.tracing.trace import LeafPart, TracedStep
@@ -73,6 +74,10 @@ def _rows_of_leaves(parts: Sequence[LeafPart]) -> tuple[BlockRows | None, ...]:
     return tuple(rows[leaf] or None for leaf in sorted(rows)) if any(rows.values()) else ()
 
 
+def memory_kind_of(atom: Atom) -> MemoryKind:
+    return "pinned_host" if is_in_host(atom.aval) else "device"
+
+
 def _placed_value(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
     """specs: by mesh; None for a replicated value."""
     replicated = Spec.replicated(len(shape_of(atom)))
@@ -82,6 +87,7 @@ def _placed_value(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> Pl
         dtype=dtype_name(atom),
         mesh_ids=tuple(specs),
         specs=tuple(spec or replicated for spec in specs.values()),
+        memory_kind=memory_kind_of(atom),
     )
 
 

@@ -110,7 +110,7 @@ def _verify_homes(name: str, found: Sequence[PlacedValue], expected: Sequence[Pl
     """Check all fields except specs and paths: a step may have other names for its arguments."""
     require(len(found) == len(expected), name, f"a list of {len(found)}", f"the {len(expected)} of the step")
     for i, (value, required) in enumerate(zip(found, expected, strict=True)):
-        for field in ("shape", "dtype", "mesh_ids", "rows"):
+        for field in ("shape", "dtype", "memory_kind", "mesh_ids", "rows"):
             now, then = getattr(value, field), getattr(required, field)
             require(now == then, f"{name}[{i}].{field}", now, f"{then}, as derived from the step and its stages")
 

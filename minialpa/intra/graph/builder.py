@@ -1,4 +1,4 @@
-"""A `MeshEquations` goes in; a cost graph for each memory limit comes out, and the specs of a solution of it."""
+"""A `MeshEquations` in; a cost graph for each memory limit out, and the specs of a solution of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from minialpa.intra.solver.cost_graph import FORBIDDEN
 from minialpa.intra.solver.solve import CostGraph, Edge, GraphSolution
 from minialpa.support.identity import ById
 
-#: Bytes of the strategies, choices and records of one equation, as measured.
+#: Measured bytes of the strategies, choices and records of one equation.
 _EQUATION_BYTES = 3000
 
 
 class GraphBuilder(CollectedCosts):
-    """Adds a memory limit to the collected costs (`graph`), and turns a solution into specs (`read`)."""
+    """Adds memory limits to the collected costs (`graph`), and turns solutions into specs (`read`)."""
 
     @property
     def n_bytes(self) -> float:
@@ -31,11 +31,11 @@ class GraphBuilder(CollectedCosts):
 
     @property
     def least_compute_s(self) -> float:
-        """Seconds of compute per step, if each equation has its cheapest strategy."""
+        """Per step, if each equation has its cheapest strategy."""
         return sum(n * one.least_compute_s for n, one in zip(self.problem.times, self.records, strict=True))
 
     def graph(self, limit: MemoryLimit | None = None, kept: Sequence[Usage] = (), byte_s: float = 0.0) -> CostGraph:
-        """The cost graph, in which each byte per device of `kept` costs `byte_s` seconds.
+        """Each byte per device of `kept` costs `byte_s` seconds.
 
         Raises InfeasibleError if the smallest shardings of all values exceed `limit`.
         """
@@ -49,7 +49,7 @@ class GraphBuilder(CollectedCosts):
         if limit is None:
             return CostGraph(node_costs=tuple(node_costs), edges=edges)
 
-        # Parameters and optimizer state stay for the whole step.
+        # These stay for the whole step.
         n_times = limit.n_times
         n_of, inputs = self.problem.repeats.n_variables, self.problem.inputs
         stays = [Usage(var, n_of(var), 0, n_times) for var, role in inputs if role in ("parameter", "state")]
@@ -63,7 +63,7 @@ class GraphBuilder(CollectedCosts):
         return demands_of(usages, self.choices, self.mesh.shape, self._operand_choice)
 
     def _operand_choice(self, var: Var, reader: Var) -> Choice | None:
-        """The spec choice of `var` as an operand of the equation whose first result is `reader`."""
+        """reader: the first result of the equation that reads `var`."""
         i = self._maker_numbers[reader]
         k = self.problem.eqns[i].invars.index(var)
         record = self.records[i]
@@ -73,17 +73,14 @@ class GraphBuilder(CollectedCosts):
 
     @cached_property
     def _maker_numbers(self) -> dict[Var, int]:
-        """The number of the equation with each first result."""
         return {eqn.outvars[0]: i for i, eqn in enumerate(self.problem.eqns) if eqn.outvars}
 
     def _allowed_strategies(self, demand: Demand) -> NDArray[np.bool_]:
-        """A mask of strategies."""
         if demand.node is None:
             return np.ones(1, bool)
         return self.costs.nodes[demand.node] < FORBIDDEN
 
     def read(self, solution: GraphSolution) -> MeshSharding:
-        """Specs and seconds under `solution`."""
         picks = solution.choices
         specs = {var: choice.read(picks) for var, choice in self.choices.items()}
         results = {var: self.final.get(var, self.choices[var]).read(picks) for var, _ in self.problem.results}

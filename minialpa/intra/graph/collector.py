@@ -1,4 +1,4 @@
-"""A `MeshEquations` goes in; nodes and edges with costs come out, and the spec choices that the nodes decide.
+"""A `MeshEquations` in; nodes and edges with costs out, and the spec choices that the nodes decide.
 
 Inputs and most equations are nodes; other equations follow a node (plain_equations.py). An edge has the seconds of
 resharding a value from the spec of its maker to the spec of a reader. All costs are multiplied by the runs per step.
@@ -37,18 +37,17 @@ from minialpa.options import AutoShardingOption
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
 from minialpa.sharding import Spec, specs_of
 
-#: Memory bandwidth of a device without a description, in bytes per second.
+#: Of a device without a description, in bytes per second.
 _DEFAULT_BANDWIDTH = 1e12
-#: Weight of the bytes of an input that stays on the mesh between steps: they take no time and only break ties.
+#: Weight of the bytes of an input that stays on the mesh between steps: they only break ties.
 _KEPT_INPUT_WEIGHT = 1e-3
 
 
 class _ReaderNode(NamedTuple):
     """A node that reads `var`.
 
-    Attributes:
-        required: the spec of `var` that each strategy of `node` requires.
-        times: reshardings of `var` per step; a fraction of the runs if several variables are read in turn.
+    required: the spec of `var` that each strategy of `node` requires.
+    times: reshardings of `var` per step; a fraction of the runs if several variables are read in turn.
     """
 
     var: Var
@@ -61,10 +60,9 @@ class CollectedCosts:
     """Nodes, edges and choices of `problem`; `__init__` collects inputs, then equations, then results.
 
     Attributes:
-        choices: the spec choice of each variable, also inside loops.
-        final: the spec choice of each result that is resharded at the end.
-        records: the record of each equation; equations that are sharded alike share one.
-        folding: the equations and inputs that are sharded alike, or None.
+        choices: of each variable, also inside loops.
+        final: of each result that is resharded at the end.
+        records: of each equation; equations that are sharded alike share one.
         inputs_s: most seconds of the inputs, which only break ties: no device waits for them.
     """
 
@@ -81,10 +79,9 @@ class CollectedCosts:
     ) -> None:
         """Raises InfeasibleError if an option cannot be kept on `mesh`.
 
-        Args:
-            counted: how many sums of gradients start together, in an earlier solution.
-            forbidden_s: seconds of a forbidden collective; infinite rules it out.
-            hidden_price: price of collectives that work can hide, as a part of their seconds.
+        counted: how many sums of gradients start together, in an earlier solution.
+        forbidden_s: seconds of a forbidden collective; infinite rules it out.
+        hidden_price: price of collectives that work can hide, as a part of their seconds.
         """
         self.problem, self.mesh, self._cache = problem, mesh, cache or StrategyCache()
         self._plans_loops = option.enable_auto_sharding  # otherwise all values are replicated
@@ -138,7 +135,7 @@ class CollectedCosts:
                 self.choices[var] = self.choices[leader]
 
     def _add_input(self, var: Var, role: Role, count: int) -> None:
-        """Add a node for `count` inputs that are sharded alike."""
+        """A node for `count` inputs that are sharded alike."""
         specs = self._cache.same(self._constraints.input_specs(var, role))
         is_passing = role in ("batch", "received")
         if len(specs) == 1 and is_passing:
@@ -175,7 +172,7 @@ class CollectedCosts:
             self._add_edge(reader)
 
     def _record(self, i: int) -> AnyRecord:
-        """The record of equation i; equations that are sharded alike share one."""
+        """Equations that are sharded alike share one."""
         eqn, times, in_update = self.problem.eqns[i], self.problem.times[i], self.problem.in_update[i]
         folding = self.folding
         if folding is None:
@@ -206,7 +203,6 @@ class CollectedCosts:
         return record
 
     def _set_results(self, eqn: JaxprEqn, choices: Sequence[Choice]) -> None:
-        """Set spec choices, and add the costs that depend on these alone."""
         for var, choice in zip(eqn.outvars, choices, strict=True):
             self.choices[var] = choice
             if var in self._not_partial and choice.node is not None:
@@ -219,7 +215,7 @@ class CollectedCosts:
                 self.costs.nodes[choice.node] += self._adding_s[var] / n_shards
 
     def _connect(self, occurrence: Occurrence, k: int, node: int | None, required: tuple[Spec, ...]) -> None:
-        """Add an edge to operand `k`, or to all variables in its place in equations that are sharded alike."""
+        """Also to all variables in the place of operand `k` in equations that are sharded alike."""
         eqn, times, _, varied = occurrence
         operand = eqn.invars[k]
         if k in varied:
@@ -232,7 +228,8 @@ class CollectedCosts:
         """Raises InfeasibleError if the options forbid the resharding between two single strategies."""
         var, node, required, times = reader
         made = self.choices[var]
-        seconds = self._prices.of((var,)).reshard_s(shape_of(var), bytes_of(var), made.specs, required)
+        prices = self._prices.of((var,))
+        seconds = prices.reshard_s(var, made.specs, required)
         if not seconds.any():
             return
 
@@ -250,7 +247,6 @@ class CollectedCosts:
         return record
 
     def _passed_choice(self, occurrence: Occurrence, k: int) -> Choice:
-        """The spec choice of operand `k` after a barrier."""
         operand = occurrence.eqn.invars[k]
         if is_literal(operand):
             return _replicated_choice(operand)
@@ -296,7 +292,7 @@ class CollectedCosts:
         return record
 
     def _add_loop_operand(self, occurrence: Occurrence, scan: ScanBody, k: int) -> Choice:
-        """Add a node for operand `k` in the body; returns the spec choice outside."""
+        """A node for operand `k` in the body; returns the spec choice outside."""
         inner = scan.flat.invars[k]
         is_carry = scan.n_consts <= k < scan.n_lead
         # A partial sum in a carry is summed over devices once, after the loop.
@@ -325,7 +321,7 @@ class CollectedCosts:
 
 
 def _adding_s(problem: MeshEquations, mesh: LogicalMesh) -> dict[Var, float]:
-    """Seconds per step of adding each value, replicated, to its accumulator. Programs for GPUs add in each pass."""
+    """Seconds per step of adding each value, replicated, to its accumulator: programs for GPUs add in each pass."""
     if not is_gpu(mesh.device) or not problem.added:
         return {}
     times = {v: n for eqn, n in zip(problem.eqns, problem.times, strict=True) for v in eqn.outvars}
@@ -333,7 +329,6 @@ def _adding_s(problem: MeshEquations, mesh: LogicalMesh) -> dict[Var, float]:
 
 
 def _hidden_variables(problem: MeshEquations) -> frozenset[Var]:
-    """The variables whose collectives other work can hide."""
     weights = [var for var, role in problem.inputs if role in ("parameter", "state")]
     found = set(hidden_values(problem.eqns, [var for var, _ in problem.inputs], weights, ()))
     found.update(problem.equal.values())  # the last pass sums accumulators beside its work
@@ -345,7 +340,7 @@ def _hidden_variables(problem: MeshEquations) -> frozenset[Var]:
 
 
 def _stacked_results(problem: MeshEquations) -> frozenset[Var]:
-    """Stacked results of planned loops, such as gradients of layers, and their accumulators."""
+    """Results such as gradients of layers, and their accumulators."""
     scans = ((eqn, scan_body(eqn)) for eqn in problem.eqns)
     found = [v for eqn, scan in scans if scan is not None for v in eqn.outvars[scan.n_carry :]]
     return frozenset(found) | {problem.equal[v] for v in found if v in problem.equal}

@@ -1,4 +1,4 @@
-"""A PartitionSpec of the user goes in; a `Constraint`, the specs that an array may have, comes out.
+"""A PartitionSpec in; a `Constraint`, the specs that an array may have, out.
 
 PartitionSpecs come from `jax.lax.with_sharding_constraint` in the model and from `AutoShardingOption.fixed_specs`.
 """
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.ir.equations import is_constraint, shape_of, source_line
 from minialpa.options import AutoShardingOption
-from minialpa.sharding import AXIS_NAMES, Spec
+from minialpa.sharding import AXIS_NAMES, Spec, axes_by_length, axes_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,26 @@ class Constraint:
 def constraint_of_path(
     path: str, shape: tuple[int, ...], option: AutoShardingOption, mesh_shape: tuple[int, ...]
 ) -> Constraint | None:
-    """The constraint of the first fixed spec that matches `path`."""
+    """Of the first fixed spec that matches `path`."""
     for pattern, partition in option.fixed_pairs:
-        if matches(pattern, path):
-            axes = _numbers_of_axes(option.names_on(mesh_shape), option.named_axes if option.axis_names else ())
-            return _constraint(partition, shape, axes, mesh_shape, f"`fixed_specs` for `{path}`")
+        if pattern == path or ("*" in pattern and matches(pattern, path)):  # fast for thousands of paths
+            axes = _numbers_of_axes(option.names_on(mesh_shape), axes_in(partition) if option.axis_names else ())
+            try:
+                return _constraint(partition, shape, axes, mesh_shape, f"`fixed_specs` for `{path}`")
+            except ShardingError as error:
+                if not option.axis_lengths:
+                    raise
+                raise InfeasibleError(str(error)) from None  # a mesh with other axes may hold the spec
     return None
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether `pattern`, in which `*` stands for any text, matches all of `path`."""
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), path, re.DOTALL) is not None
+    """`*` in `pattern` stands for any text."""
+    return pattern == path or re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), path, re.DOTALL) is not None
 
 
 def shape_of_constraints(eqns: Iterable[JaxprEqn], n_devices: int) -> tuple[int, ...] | None:
-    """The shape, without 1s, of the first mesh of `n_devices` in a `with_sharding_constraint`; None without one."""
+    """The shape, without 1s, of the first mesh of `n_devices` in a `with_sharding_constraint`."""
     for eqn in filter(is_constraint, eqns):
         sharding = eqn.params["sharding"]
         lengths = sharding.mesh.shape.values() if isinstance(sharding, NamedSharding) else ()
@@ -59,7 +64,7 @@ def shape_of_constraints(eqns: Iterable[JaxprEqn], n_devices: int) -> tuple[int,
 
 
 def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...], option: AutoShardingOption) -> Constraint:
-    """The constraint of a `with_sharding_constraint`; raises InfeasibleError if the logical mesh cannot fulfil it.
+    """Raises InfeasibleError if the logical mesh cannot fulfil the constraint.
 
     Axes of the user's mesh match axes of the logical mesh by `AutoShardingOption.axis_names`, else by length.
     """
@@ -77,30 +82,23 @@ def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...], option: A
             axes = _axis_numbers(dict(sharding.mesh.shape), mesh_shape, where)
         constraint = _constraint(sharding.spec, shape_of(eqn.invars[0]), axes, mesh_shape, where)
     except ShardingError as error:
-        raise InfeasibleError(str(error)) from None
+        raise InfeasibleError(f'{error} With `AutoShardingOption(shardings="hint")`, it is a hint.') from None
     return Constraint(constraint.spec, constraint.free | frozenset(eqn.params.get("unconstrained_dims") or ()))
 
 
 def _numbers_of_axes(names: Sequence[str], others: Iterable[str]) -> dict[str, int | None]:
-    """The axis number of each of `names`; None for `others`."""
     return {**dict.fromkeys(others), **{name: axis for axis, name in enumerate(names)}}
 
 
 def _axis_numbers(sizes: Mapping[str, int], mesh_shape: Sequence[int], where: str) -> dict[str, int | None]:
-    """For each named axis, a logical axis of the same length; None for length 1."""
-    named = [(name, length) for name, length in sizes.items() if length > 1]
-    unmatched = [(axis, length) for axis, length in enumerate(mesh_shape) if length > 1]
-    if sorted(length for _, length in named) != sorted(length for _, length in unmatched):
+    """A logical axis of the same length; None for length 1."""
+    numbers = axes_by_length(sizes, mesh_shape)
+    if numbers is None:
         raise ShardingError(
             f"{where} has a mesh of {dict(sizes)}, but the devices form a mesh of shape {tuple(mesh_shape)}. Use a "
             "mesh of this shape there, or set "
             f"`logical_shape={tuple(length for length in sizes.values() if length > 1)}`."
         )
-    numbers: dict[str, int | None] = dict.fromkeys(sizes)
-    for name, length in named:
-        found = next(pair for pair in unmatched if pair[1] == length)
-        unmatched.remove(found)
-        numbers[name] = found[0]
     return numbers
 
 
@@ -111,7 +109,6 @@ def _constraint(
     mesh_shape: tuple[int, ...],
     where: str,
 ) -> Constraint:
-    """axes: the logical axis of each name."""
     if len(partition) > len(shape):
         raise ShardingError(
             f"{where}, {partition}, has {len(partition)} entries for an array of shape {shape}. Give at most "
@@ -138,7 +135,6 @@ def _constraint(
 def _axes_of_entry(
     names: tuple[str, ...], axes: Mapping[str, int | None], mesh_shape: tuple[int, ...], where: str
 ) -> tuple[int, ...]:
-    """The logical axes that an entry of a PartitionSpec names."""
     unknown = [name for name in names if name not in axes]
     if unknown:
         raise ShardingError(

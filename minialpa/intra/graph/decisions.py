@@ -1,4 +1,4 @@
-"""A strategy number for each node (`picks`) goes in; specs of variables and equations come out.
+"""A strategy number for each node (`picks`) in; specs of variables and equations out.
 
 Example: `Choice(3, (S0, R))` is a variable with spec S0 if picks[3] == 0, and R if picks[3] == 1.
 """
@@ -22,7 +22,7 @@ def _strategy(node: int | None, picks: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The spec of a variable under each strategy of `node`; a single spec if `node` is None."""
+    """The spec of a variable under each strategy of `node`, or the only one."""
 
     node: int | None
     specs: tuple[Spec, ...]
@@ -33,7 +33,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An equation with a strategy per strategy of `node`; a single strategy if `node` is None."""
+    """A strategy of an equation per strategy of `node`, or the only one."""
 
     node: int | None
     strategies: StrategySet
@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """An optimization barrier, which passes arrays on in their specs."""
+    """An optimization barrier passes arrays on in their specs."""
 
     arrays: tuple[Choice, ...]
 
@@ -96,9 +96,8 @@ AnyRecord = Record | PassRecord | LoopRecord
 class CostTable:
     """The costs of a growing cost graph, in seconds per step.
 
-    Attributes:
-        nodes: [node][strategy]; inf for a forbidden strategy.
-        edges: for each pair (a, b) of nodes with a < b, [strategy of a, strategy of b].
+    nodes: [node][strategy]; inf for a forbidden strategy.
+    edges: for each pair (a, b) of nodes with a < b, [strategy of a, strategy of b].
     """
 
     nodes: list[NDArray[np.float64]] = field(default_factory=list)
@@ -113,7 +112,7 @@ class CostTable:
         return len(self.nodes) - 1
 
     def forbid(self, node: int, strategies: Sequence[bool]) -> None:
-        """strategies: a mask of the strategies to forbid."""
+        """strategies: a mask."""
         self.nodes[node][strategies] = np.inf
 
     def add_edge(self, made: int | None, reader: int | None, cost: NDArray[np.float64]) -> None:

@@ -1,4 +1,4 @@
-"""Pairs of equal equations in repeated layers go in; the equations and inputs that are sharded alike come out.
+"""Pairs of equal equations in repeated layers in; the equations and inputs that are sharded alike out.
 
 A short step (`ir/repeats.py`) has the pairs: an equation of its model unit, and the same equation of the unit before.
 If both have the same kind, they share one node of the cost graph, whose cost counts for both. Edges lead to the nodes
@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import is_literal
 
-#: For some operands of an equation: the variables in this place, each with the fraction of the runs that read it.
+#: By operand of an equation: the variables in this place, each with the fraction of the runs that read it.
 Varied = Mapping[int, tuple[tuple[Var, float], ...]]
 
 
@@ -25,8 +25,8 @@ class Folding:
 
     Attributes:
         leaders: for each equation, the number of the first one that is sharded alike, often itself.
-        times: runs per step of all equations of each leader.
-        inputs: for each input, the first one that is sharded alike.
+        times: runs per step, by leader.
+        inputs: the same for inputs.
         varied: for each leader, the operands in which its equations read different variables.
     """
 
@@ -46,10 +46,8 @@ def fold(
 ) -> Folding:
     """The folding of the pairs `alike` (numbers of equations), and of their inputs.
 
-    Args:
-        times: runs per step of each equation.
-        kind: of equation i. Equations of one kind have equal strategies if their operands have equal specs.
-        kind_of_input: inputs of one kind may have the same specs.
+    kind: of equation i. Equations of one kind have equal strategies if their operands have equal specs.
+    kind_of_input: inputs of one kind may have the same specs.
     """
     leaders = list(range(len(eqns)))
     place = {v: k for k, v in enumerate(inputs)}
@@ -77,7 +75,7 @@ def _folding(
 def _varied_operands(
     eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Var, Var], times: Sequence[int]
 ) -> dict[int, Varied]:
-    """`Folding.varied`; the first of several alike variables stands for all."""
+    """The first of several alike variables stands for all."""
     leader_of: dict[Var, Var] = dict(inputs)
     read: dict[int, list[Counter[Var]]] = {}
     for eqn, leader, n in zip(eqns, leaders, times, strict=True):

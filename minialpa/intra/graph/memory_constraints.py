@@ -1,4 +1,4 @@
-"""The variables in memory over time go in (`Usage`); the usage terms of a cost graph come out (`terms_of`).
+"""The variables in memory over time (`Usage`) in; the usage terms of a cost graph (`terms_of`) out.
 
     at every time t:   sum_{d live at t} bytes_d[s_node(d)] <= limit
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.decisions import Choice
 from minialpa.intra.solver.cost_graph import NodeUsage
-from minialpa.ir.equations import bytes_of, dtype_name, shape_of
+from minialpa.ir.equations import device_bytes_of, dtype_name, shape_of
 from minialpa.sharding import Spec
 from minialpa.support.identity import ById
 from minialpa.support.sizes import bytes_text
@@ -33,10 +33,9 @@ _N_LISTED = 5
 class Usage:
     """`n_copies` of `var` are in memory at the times start, ..., end - 1.
 
-    Attributes:
-        copy_of: a variable that has these bytes already, with all copies stacked, if the shardings are equal.
-        reader: the first result of an equation; `var` is in memory in the spec in which this equation reads it.
-        if_gathered: whether the usage counts only for values in fewer shards than possible, as after an all-gather.
+    copy_of: a variable that has these bytes already, with all copies stacked, if the shardings are equal.
+    reader: the first result of an equation; `var` is in memory in the spec in which this equation reads it.
+    if_gathered: whether the usage counts only for values in fewer shards than possible, as after an all-gather.
     """
 
     var: Var
@@ -50,7 +49,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """`limit_bytes` is per device; `usages` are of all variables except parameters and optimizer state."""
+    """Bytes per device. usages: without parameters and optimizer state."""
 
     limit_bytes: float
     usages: tuple[Usage, ...] = ()
@@ -81,7 +80,7 @@ def demands_of(
     mesh_shape: tuple[int, ...],
     as_read: Callable[[Var, Var], Choice | None] = lambda var, reader: None,
 ) -> list[Demand]:
-    """The demands of the usages with variables in `choices`. as_read: the spec choice for `Usage.reader`."""
+    """as_read: the spec choice for `Usage.reader`."""
     shards_by_specs: dict[ById[tuple[Spec, ...]], NDArray[np.int64]] = {}
     demands = []
 
@@ -93,7 +92,7 @@ def demands_of(
         n_shards = shards_by_specs.get(specs)
         if n_shards is None:
             n_shards = shards_by_specs[specs] = np.array([spec.n_shards(mesh_shape) for spec in choice.specs])
-        n_bytes = usage.n_copies * bytes_of(usage.var) / n_shards
+        n_bytes = usage.n_copies * device_bytes_of(usage.var) / n_shards
         if usage.copy_of is not None:
             n_bytes = n_bytes * _differing_specs(choice, choices.get(usage.copy_of))
         if usage.if_gathered:
@@ -104,7 +103,7 @@ def demands_of(
 
 
 def _differing_specs(copy: Choice, source: Choice | None) -> NDArray[np.bool_]:
-    """A mask of the specs of a copy that neither the source nor a slice of it can have."""
+    """The specs of a copy that neither the source nor a slice of it can have."""
     specs = source.specs if source else ()
     same = {*specs, *(Spec(spec.dims[1:], spec.partial) for spec in specs if spec.dims and not spec.dims[0])}
     return np.array([spec not in same for spec in copy.specs])
@@ -115,7 +114,7 @@ def _most_shards(choice: Choice, mesh_shape: tuple[int, ...]) -> int:
 
 
 def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tuple[NodeUsage, ...]:
-    """`demands` as usages in whole bytes, one per node and interval; empty if all fit at their largest."""
+    """`demands` in whole bytes, one per node and interval; empty if all fit at their largest."""
     if _peak(demands, _most_bytes, n_times)[0] <= limit_bytes:
         return ()
 
@@ -134,7 +133,7 @@ def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tup
     # Rounded up: arrays of elements below a byte may end inside a byte.
     terms = [(node, (start, end), np.ceil(n_bytes).astype(np.int64)) for (node, start, end), n_bytes in by_node.items()]
 
-    # A term needs a node; any node will do, as the rest is equal under all strategies.
+    # A term needs a node; any will do, as the rest is equal under all strategies.
     if large and rest:
         terms.append((terms[0][0], (0, n_times), np.full(len(terms[0][2]), math.ceil(rest))))
     return tuple(terms)
@@ -172,7 +171,7 @@ def _most_bytes(demand: Demand) -> float:
 
 
 def _peak(demands: Sequence[Demand], size: Callable[[Demand], float], n_times: int) -> tuple[float, int]:
-    """Most bytes at any time, and the first such time."""
+    """Also the first time of the peak."""
     change = np.zeros(n_times + 1)
     for demand in demands:
         n_bytes = size(demand)

@@ -1,4 +1,4 @@
-"""The options of the user go in; the allowed specs of inputs and the required splits of equations come out."""
+"""The options of the user in; the allowed specs of inputs and the required splits of equations out."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from minialpa.sharding import Spec, specs_of
 class Required:
     """Constraints on one equation.
 
-    Attributes:
-        axes: for some mesh axes, the factor that the axis must split, or None.
-        kept: factors that no other axis may split.
+    axes: the factor that a mesh axis must split, or None.
+    kept: factors that no other axis may split.
     """
 
     axes: Mapping[int, int | None] = field(default_factory=dict)
@@ -40,10 +39,7 @@ class UnevenBatchError(InfeasibleError):
 
 
 class OptionConstraints:
-    """Constraints of `option` on the shardings of `problem` on `mesh`.
-
-    example_dims: the dimension of the examples of each variable with examples; `enter_loop` adds variables of loops.
-    """
+    """example_dims: the dimension of the examples of each variable with examples; `enter_loop` adds more."""
 
     def __init__(self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> None:
         self.problem, self.mesh, self.option = problem, mesh, option
@@ -54,11 +50,10 @@ class OptionConstraints:
     # ---- inputs and results ---------------------------------------------------------------------------------------
 
     def fixed(self, var: Var, path: str | None) -> Constraint | None:
-        """The user's constraint on an input or result."""
         return constraint_of_path(path, shape_of(var), self.option, self.mesh.shape) if path else None
 
     def input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
-        """The specs that an input may have. Raises UnevenBatchError."""
+        """Raises UnevenBatchError."""
         replicated = (Spec.replicated(len(shape_of(var))),)
         if is_extended(aval_of(var).dtype) or _is_raw_key(var):
             return replicated
@@ -77,7 +72,6 @@ class OptionConstraints:
         return self._kept_specs(role, specs)
 
     def _received_spec(self, shape: tuple[int, ...]) -> Spec:
-        """The spec that `received_axes` requires."""
         dims: list[tuple[int, ...]] = [()] * len(shape)
         for axis, name in enumerate(self._axis_names):
             for received, dim in self.option.received_axes:
@@ -86,7 +80,7 @@ class OptionConstraints:
         return Spec(tuple(dims))
 
     def _kept_specs(self, role: Role, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        """The `specs` that a parameter or optimizer state may have; specs[0] is replicated."""
+        """specs[0] is replicated."""
         option = self.option
         if role == "state" and option.sharded_update:
             return self.most_split(specs)
@@ -101,7 +95,6 @@ class OptionConstraints:
         return tuple(spec for spec in specs if spec.n_shards(self.mesh.shape) == most)
 
     def _batch_specs(self, var: Var, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        """The `specs` that split the examples as required."""
         dim, axes = self.example_dims.get(var), self.batch_axes
         if dim is None or axes is None:
             return specs
@@ -125,7 +118,7 @@ class OptionConstraints:
     # ---- loops and equations --------------------------------------------------------------------------------------
 
     def enter_loop(self, eqn: JaxprEqn, scan: ScanBody) -> None:
-        """Set `example_dims` of the variables inside the loop `eqn`, whose body is `scan`."""
+        """Set `example_dims` of the variables inside the loop."""
         inside = examples_inside(eqn, scan, self.example_dims)
         # Left by another loop with this body.
         for var in (*scan.flat.invars, *(var for inner in scan.flat.eqns for var in inner.outvars)):
@@ -143,7 +136,7 @@ class OptionConstraints:
         return allowed or tuple(spec for spec in known if not spec.dims[dim]) or known[:1]
 
     def required(self, eqn: JaxprEqn, factors: Factors, in_update: bool, reads_arrays: bool) -> Required:
-        """The constraints on an equation. reads_arrays: whether any operand may be split."""
+        """reads_arrays: whether any operand may be split."""
         axes = self.batch_axes
         if axes is None:
             return Required()
@@ -165,7 +158,7 @@ class OptionConstraints:
         return None
 
     def _factors_of_examples(self, eqn: JaxprEqn, factors: Factors) -> frozenset[int]:
-        """The factors that hold examples: b in a reshape from [b, s] to [b * s] with the factors b and s."""
+        """For a reshape from [b, s] to [b * s]: b and s."""
         arrays = (*zip(eqn.invars, factors.operands, strict=True), *zip(eqn.outvars, factors.results, strict=True))
         found = set[int]()
         for atom, dims in arrays:
@@ -201,12 +194,12 @@ def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tupl
 
 
 def _is_raw_key(var: Var) -> bool:
-    """Whether `var` may be an old-style random key, which cannot be split."""
+    """An old-style random key cannot be split."""
     return shape_of(var) == (2,) and aval_of(var).dtype == np.uint32
 
 
 def _batch_option(option: AutoShardingOption) -> str:
-    """The option that splits the examples. Methods set options that their users do not name."""
+    """Methods set options that their users do not name."""
     if option.data_parallel:
         return "Data parallelism"
     return (
@@ -216,7 +209,7 @@ def _batch_option(option: AutoShardingOption) -> str:
 
 
 def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, required: Spec, ends: str = "") -> str:
-    """Why `var` cannot be resharded from `made` to `required`. ends: text that names its maker and its reader."""
+    """ends: text that names the maker and the reader of `var`."""
     names = {"all-gather": "allow_all_gather", "all-to-all": "allow_all_to_all"}
     forbidden = " and ".join(f"`{names[kind]}=False`" for kind in option.forbidden_collectives)
     others = [f"`{name}`" for name in option.set_names if name not in names.values()]
@@ -233,7 +226,7 @@ def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, required
 def fold_problem(
     problem: MeshEquations, constraints: OptionConstraints, n_together: Mapping[Var, int], cache: StrategyCache
 ) -> Folding | None:
-    """The folding of a short step, in which one layer stands for many (`ir/repeats.py`); None for a whole step."""
+    """For a short step, in which one layer stands for many (`ir/repeats.py`)."""
     if not problem.repeats.alike:
         return None
 

@@ -1,4 +1,4 @@
-"""An equation and the choices of its operands go in; its strategies come out, and its costs are added to a node.
+"""An equation and the choices of its operands in; its strategies out, and its costs are added to a node.
 
 An equation whose operands all come from one node *follows* this node: it has one strategy per strategy of the node. In
 the update, elementwise equations follow the first optimizer value that they read, so each parameter has a handful of
@@ -21,6 +21,7 @@ from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
+from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.constraints import constraint_of_equation
 from minialpa.intra.graph.decisions import Choice, CostTable, Record
 from minialpa.intra.graph.folding import Varied
@@ -36,13 +37,15 @@ from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import is_kernel
 from minialpa.sharding import Spec
 
+#: Seconds against a hint: below every difference between plans, above rounding.
+_HINT_S = 1e-9
+
 
 class Occurrence(NamedTuple):
     """An equation, and all equations that are sharded like it.
 
-    Attributes:
-        times: runs per step, of all of them.
-        varied: the operands in which they read different variables.
+    times: runs per step, of all of them.
+    varied: the operands in which they read different variables.
     """
 
     eqn: JaxprEqn
@@ -52,8 +55,6 @@ class Occurrence(NamedTuple):
 
 
 class PlainEquations:
-    """Adds equations to `costs`, by the `choices` of their operands."""
-
     def __init__(
         self,
         mesh: LogicalMesh,
@@ -83,7 +84,7 @@ class PlainEquations:
         self._sums: set[Var] = set()  # sums that follow their operand, and results that follow these
 
     def record(self, occurrence: Occurrence) -> Record:
-        """The strategies of an equation; adds their costs to a new node or to the node to follow."""
+        """Adds the costs of the strategies to a new node or to the node to follow."""
         eqn, varied = occurrence.eqn, occurrence.varied
         kind = self._cache.kind_of(eqn)
         chosen = self._chosen_operands(eqn)
@@ -92,7 +93,7 @@ class PlainEquations:
 
         if self._reads_one_node(occurrence, chosen) and not _has_own_strategies(eqn, kind.factors):
             is_sum = self._is_sum(eqn, kind.factors)
-            # Edges price a pending sum once per reader; a new node can finish it once for all readers.
+            # A new node can finish a pending sum once for all readers; edges price it once per reader.
             if not is_sum or not any(map(self._facts.is_shared, eqn.outvars)):
                 self._sums.update(eqn.outvars if is_sum else ())
                 return self._follow_node(occurrence, kind, chosen)
@@ -104,7 +105,7 @@ class PlainEquations:
         return self._add_node(occurrence, kind)
 
     def note_alike(self, eqn: JaxprEqn, leader: JaxprEqn) -> None:
-        """Let the results of `eqn` count as sums if the results of `leader`, sharded alike, do."""
+        """Let the results of `eqn` count as sums if the results of `leader` do."""
         results = zip(eqn.outvars, leader.outvars, strict=True)
         self._sums.update(var for var, of_leader in results if of_leader in self._sums)
 
@@ -115,7 +116,7 @@ class PlainEquations:
         return self._choices[atom]
 
     def _chosen_operands(self, eqn: JaxprEqn) -> list[int]:
-        """The numbers of the operands whose specs a node decides."""
+        """Operands whose specs a node decides."""
         choices = self._choices
         return [k for k, atom in enumerate(eqn.invars) if not is_literal(atom) and choices[atom].node is not None]
 
@@ -130,7 +131,7 @@ class PlainEquations:
     def _optimizer_operands(self, eqn: JaxprEqn, factors: Factors, chosen: Sequence[int]) -> list[int]:
         """The operands from the first optimizer node that an elementwise equation can follow; some may be scalars.
 
-        chosen: numbers of the operands whose specs a node decides.
+        chosen: operands whose specs a node decides.
         """
         if not _is_elementwise(factors):
             return []
@@ -148,7 +149,6 @@ class PlainEquations:
     # ---- strategies that are given ----------------------------------------------------------------------------------
 
     def _only_strategy(self, eqn: JaxprEqn, kind: StrategyKey, *, is_given: bool) -> Record:
-        """A single strategy, with the specs of the operands if `is_given`, else replicated."""
         given: dict[int, tuple[Spec, ...]] = {}
         if is_given:
             known = {k: self._choice(atom).specs for k, atom in enumerate(eqn.invars) if not is_literal(atom)}
@@ -156,7 +156,6 @@ class PlainEquations:
         return Record(None, self._following_strategies(eqn, kind, given, 1))
 
     def _follow_node(self, occurrence: Occurrence, kind: StrategyKey, lead: Sequence[int]) -> Record:
-        """Let an equation follow the node of the operands `lead`."""
         eqn = occurrence.eqn
         choices = {k: self._choice(eqn.invars[k]) for k in lead}
         node = choices[lead[0]].node
@@ -170,10 +169,7 @@ class PlainEquations:
     def _following_strategies(
         self, eqn: JaxprEqn, kind: StrategyKey, given: Mapping[int, tuple[Spec, ...]], n_strategies: int
     ) -> StrategySet:
-        """The strategies of an equation that follows a node: strategy s reads operand k in the spec `given[k][s]`.
-
-        n_strategies: of the node.
-        """
+        """Strategy s reads operand k in the spec `given[k][s]`."""
         allow_partial = self._not_partial.isdisjoint(eqn.outvars)
         priced_strategies = self._prices.of(eqn.outvars)
         return priced_strategies.follow(eqn, kind, given, n_strategies, allow_partial=allow_partial)
@@ -181,22 +177,23 @@ class PlainEquations:
     # ---- strategies to choose from ----------------------------------------------------------------------------------
 
     def _add_node(self, occurrence: Occurrence, kind: StrategyKey) -> Record:
-        """Add a node with the strategies of an equation."""
         eqn = occurrence.eqn
         is_optimizer = occurrence.in_update and _is_elementwise(kind.factors)
         strategies = self._own_strategies(occurrence, kind)
 
-        if is_constraint(eqn) and self._option.keep_constraints:
-            constraint = constraint_of_equation(eqn, self._mesh.shape, self._option)
-            strategies = strategies.select(
-                [s for s, spec in enumerate(strategies.results[0]) if constraint.allows(spec)]
-            )
+        hint_s: NDArray[np.float64] | float = 0.0
+        if is_constraint(eqn) and self._option.shardings != "ignore":
+            allowed = self._allowed(eqn, strategies)
+            if self._option.shardings == "pin":
+                strategies = strategies.select(np.flatnonzero(allowed).tolist())
+            else:
+                hint_s = np.where(allowed, 0.0, _HINT_S)
         elif is_optimizer and self._option.sharded_update:
-            # As many shards as possible, also for gradients.
+            # As many shards as possible.
             parts = set(self._constraints.most_split([spec for spec in strategies.results[0] if not spec.partial]))
             strategies = strategies.select([s for s, spec in enumerate(strategies.results[0]) if spec in parts])
 
-        seconds = occurrence.times * self._seconds(eqn, strategies)
+        seconds = occurrence.times * self._seconds(eqn, strategies) + hint_s
         if is_gradient_marker(eqn):
             # A sum that a loop can make slice by slice is best: the others cost one more start.
             for v, specs in zip(eqn.invars, strategies.results, strict=True):
@@ -207,8 +204,17 @@ class PlainEquations:
             self._optimizer_nodes.add(node)
         return Record(node, strategies)
 
+    def _allowed(self, eqn: JaxprEqn, strategies: StrategySet) -> NDArray[np.bool_]:
+        """For each strategy, whether the user's sharding allows it; all, if a hint is for another mesh."""
+        try:
+            constraint = constraint_of_equation(eqn, self._mesh.shape, self._option)
+        except InfeasibleError:
+            if self._option.shardings == "pin":
+                raise
+            return np.full(len(strategies.seconds), True)
+        return np.array([constraint.allows(spec) for spec in strategies.results[0]])
+
     def _own_strategies(self, occurrence: Occurrence, kind: StrategyKey) -> StrategySet:
-        """All strategies that split the examples as required."""
         eqn, factors = occurrence.eqn, kind.factors
         required = Required()
         if not is_constraint(eqn):
@@ -221,7 +227,7 @@ class PlainEquations:
         return strategies.enumerate(eqn, kind, required.axes, pending, scatter=scatter, kept=required.kept)
 
     def _n_pending(self, eqn: JaxprEqn, factors: Factors) -> dict[int, int]:
-        """For each mesh axis, the number of operands that may be partial sums and pass."""
+        """For each mesh axis, the operands that may be partial sums and pass."""
         counts: dict[int, int] = {}
         for var in {eqn.invars[k] for k in factors.linear_operands if not is_literal(eqn.invars[k])}:
             for axis in {axis for spec in self._choice(var).specs for axis in spec.partial}:
@@ -237,7 +243,7 @@ def is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def _is_identity(eqn: JaxprEqn) -> bool:
-    """Whether an equation exists only to give its result another sharding than its operand."""
+    """Whether an equation only gives its result another sharding."""
     return is_gradient_marker(eqn) or is_shared_copy(eqn)
 
 
@@ -250,13 +256,13 @@ def _has_own_strategies(eqn: JaxprEqn, factors: Factors) -> bool:
 
 
 def _widens(factors: Factors) -> bool:
-    """Whether the results have splittable dimensions that no operand has, as in a broadcast."""
+    """Whether results have splittable dimensions that no operand has."""
     read = {factor for dims in factors.operands for dim in dims for factor in dim}
     made = (factor for dims in factors.results for dim in dims for factor in dim)
     return any(f not in read and factors.sizes[f] > 1 and f not in factors.blocked for f in made)
 
 
 def _is_elementwise(factors: Factors) -> bool:
-    """Whether the one result has the dimensions of every operand that is not a scalar."""
+    """The result has the dimensions of every operand that is not a scalar."""
     result = factors.results[0] if len(factors.results) == 1 else None
     return result is not None and all(not dims or dims == result for dims in factors.operands)

@@ -1,4 +1,4 @@
-"""The equations of a mesh go in; strategies and resharding prices come out, by the sums that start together."""
+"""The equations of a mesh in; strategies and resharding prices out, by the sums that start together."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ from minialpa.options import AutoShardingOption
 class VariableFacts:
     """Facts about all variables of a mesh, also inside planned loops.
 
-    Attributes:
-        with_gradients: variables whose sums start with the sums of gradients.
-        n_together: for each variable whose sum starts with others, the size of this group.
-        n_readers: for each variable, the number of operands that read it.
+    with_gradients: variables whose sums start with the sums of gradients.
+    n_together: for each variable whose sum starts with others, the size of this group.
     """
 
     with_gradients: Set[Var]
@@ -56,7 +54,7 @@ def facts_of(eqns: Sequence[JaxprEqn], *, plans_loops: bool) -> VariableFacts:
 
 
 def loop_scans(eqns: Sequence[JaxprEqn]) -> Iterator[ScanBody]:
-    """Each planned loop, also inside loops. Scans with the same body share its variables and appear once."""
+    """Also inside loops, each body once."""
     seen: set[Block] = set()
     pending = [eqns]
     while pending:
@@ -68,7 +66,7 @@ def loop_scans(eqns: Sequence[JaxprEqn]) -> Iterator[ScanBody]:
 
 
 class MeshPrices:
-    """The strategies and prices on `mesh` under the collectives that `option` allows, from `cache`."""
+    """On `mesh`, under the collectives that `option` allows."""
 
     def __init__(
         self,
@@ -80,14 +78,14 @@ class MeshPrices:
         counted: StartCounts | None,
         forbidden_s: float,
     ) -> None:
-        """counted: starts of the sums of gradients in an earlier solution. forbidden_s: seconds of a forbidden step."""
+        """counted: in an earlier solution. forbidden_s: seconds of a forbidden step."""
         self._mesh, self._forbidden, self._forbidden_s = mesh, option.forbidden_collectives, forbidden_s
         self._cache, self._facts, self._counted = cache, facts, counted
         self._kinds = combined_sums(mesh, option)
         self._by_sharing: dict[tuple[int, bool], MeshStrategies] = {}  # a mesh takes long to hash
 
     def of(self, made: Sequence[Var]) -> MeshStrategies:
-        """Priced strategies of the equation with results `made`, or resharding prices of these variables."""
+        """made: results of the equation, or variables to reshard."""
         n_sums, is_counted = 1, False
         for var in made:
             n_sums = max(n_sums, self._facts.n_together.get(var, 1))

@@ -31,9 +31,8 @@ class MeshEquations:
         batch_dims: the dimension of the examples of each variable with examples.
         not_partial: variables that may not be partial sums: they leave the mesh, micro-batches do not sum them, or a
             comparison reads them (`compared_values`).
-        paths: names of inputs, such as `params['w']`.
-        results: results of the step that this mesh makes, and their names.
-        repeats: the equations that stand for several.
+        paths: of inputs, such as `params['w']`.
+        results: of the step, that this mesh makes, with paths.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -55,12 +54,11 @@ class MeshSharding:
     """The solution.
 
     Attributes:
-        specs: the spec in which each variable is made.
-        results: the spec in which each result of the step is left.
+        specs: in which variables are made.
+        results: the specs in which results of the step are left.
         compute_s: seconds per run of each equation.
         optimal: whether it is proven the cheapest, at the prices of the graph and with repeated layers sharded alike.
-        gap: (cost - lower bound) / cost.
-        bound_s: lower bound on the seconds per step of compute and collectives, at the prices of the graph.
+        bound_s: lower bound on the seconds per step, at the prices of the graph.
         counted_bytes: peak bytes per device, as the memory limit counts; 0 without a limit, or if all shardings fit.
     """
 
@@ -75,7 +73,7 @@ class MeshSharding:
 
 
 class GatheredState(NamedTuple):
-    """An equation of the update, and the paths of the optimizer state that it gathers, as a warning."""
+    """A warning: an equation of the update gathers the optimizer state `paths`."""
 
     eqn: JaxprEqn
     paths: tuple[str, ...]

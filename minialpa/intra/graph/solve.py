@@ -1,4 +1,4 @@
-"""A `MeshEquations` and a logical mesh go in; the cheapest shardings come out, or the option that rules all out."""
+"""A `MeshEquations` and a logical mesh in; the cheapest shardings out, or the option that rules all out."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ from minialpa.sharding import EquationSpecs, Spec
 _GAP = 1e-3
 #: Seconds of training that a nominal second of the solver must save. With 1, plans were up to 1.4 % slower.
 _SAVED = 0.1
-#: Seconds of a forbidden collective in `_why_infeasible`: far more than a step, without loss of its seconds in float64.
+#: Seconds of a forbidden collective: far more than a step, without loss of its seconds in float64.
 _FORBIDDEN_S = 1e7
 
 
 class MeshSolver:
-    """Solves `problem` on `mesh` under several memory limits."""
-
     def __init__(
         self,
         problem: MeshEquations,
@@ -74,7 +72,7 @@ class MeshSolver:
 
 
 class _Resharding(NamedTuple):
-    """An array, the spec in which it is made, and the spec that `reader`, an operation or result, requires."""
+    """An operation or result, `reader`, requires another spec than the array is made in."""
 
     var: Var
     made: Spec
@@ -85,7 +83,7 @@ class _Resharding(NamedTuple):
 def _why_infeasible(
     problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, cache: StrategyCache, time_limit_s: float
 ) -> str | None:
-    """A message with the first array that needs a forbidden collective; None for other reasons.
+    """A message with the first array that needs a forbidden collective, or None.
 
     A second solve allows forbidden collectives at a high price, so its solution has as few as possible.
     """

@@ -47,7 +47,7 @@ class BufferTimeline:
         results: values with separate buffers until the end.
         scratch: (time, bytes) of each buffer that a kernel needs only while it runs.
         shared: value -> operand whose buffer the value takes over.
-        copies: (buffer, n): n further buffers like the buffer of a value, see `copies_of`.
+        copies: (buffer, n): n further buffers like it, see `copies_of`.
     """
 
     n_times: int
@@ -66,13 +66,9 @@ def timeline_of(
     results: Sequence[int],
     pairs: Sequence[tuple[int, int]],
 ) -> BufferTimeline:
-    """The timeline of `kernels` in this order.
-
-    sizes: bytes of values.
-    pairs: (i, o) where result o takes over the buffer of input i.
-    """
+    """Of `kernels` in this order. sizes: bytes of values. pairs: (i, o) where result o takes over input i."""
     home = homes(kernels, inputs)
-    # Buffers of results, and of results that take over an input.
+    # Also of results that take over an input.
     kept = {home.get(v, v) for v in results}
     replaced = {home.get(results[o], results[o]) for _, o in pairs}
 
@@ -102,7 +98,7 @@ def homes(kernels: Sequence[Kernel], inputs: Sequence[int] = ()) -> dict[int, in
 
 
 def _starts_and_ends(kernels: Sequence[Kernel], home: Mapping[int, int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Start and end of each value. Arguments have only an end."""
+    """Arguments have only an end."""
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     for time, kernel in enumerate(kernels):
@@ -147,10 +143,9 @@ def _buffers_taken_over(
 class Units:
     """Values of the model units of a short step, see `Repeats`.
 
-    Attributes:
-        places: value -> place of its equation in a model unit.
-        moved: results of collectives.
-        arguments: the arguments that stand for several.
+    places: value -> place of its equation in a model unit.
+    moved: results of collectives.
+    arguments: the arguments that stand for several.
     """
 
     places: Mapping[int, Repeated]
@@ -164,8 +159,8 @@ def copies_of(
     """Buffers of the units that a model unit stands for, and their numbers, see `Repeats`.
 
     A value that one pass of a unit leaves for another pass waits in all units at the same time: from the end of the
-    first pass of the model unit, which stands for the last unit, to the start of the second. So do values that wait
-    for kernels far from their pass.
+    first pass of the model unit, which stands for the last unit, to the start of the second. So do values that wait for
+    kernels far from their pass.
     """
     uses = _uses(kernels, inputs, units)
     spans = {one: span for one, found in uses.times.items() if (span := _span_of_pass(found)) is not None}
@@ -188,11 +183,10 @@ def copies_of(
 class _Uses:
     """When kernels of model units run.
 
-    Attributes:
-        times: of the kernels of each pass.
-        of_value: of the kernels that make or read each value.
-        unit_of: the last pass of these kernels.
-        fetched: for collectives of arguments, the time.
+    times: of the kernels of each pass.
+    of_value: of the kernels that make or read each value.
+    unit_of: the last pass of these kernels.
+    fetched: for collectives of arguments.
     """
 
     times: dict[UnitPass, list[int]] = field(default_factory=dict)
@@ -224,7 +218,7 @@ def _uses(kernels: Sequence[Kernel], inputs: Sequence[int], units: Units) -> _Us
 def _span_of_pass(times: Sequence[int]) -> tuple[int, int] | None:
     """First time, and time after the last, of most kernels of a pass; None if units take turns all the time.
 
-    Compilers run a few kernels of a pass long before the others, or long after them.
+    Compilers run a few kernels of a pass long before or after the others.
     """
     breaks = [i for i, (a, b) in enumerate(itertools.pairwise(times), 1) if b - a > _APART]
     runs = [times[a:b] for a, b in itertools.pairwise((0, *breaks, len(times)))]
@@ -233,7 +227,6 @@ def _span_of_pass(times: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _times_outside(spans: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The times from `start` to `end` outside of `spans`, which are in order."""
     for low, high in spans:
         if start < min(low, end):
             yield start, min(low, end)
@@ -256,9 +249,8 @@ class _Block:
 class Packed:
     """The block of temporaries.
 
-    Attributes:
-        values: values in it when most bytes are in use.
-        scratch: bytes of its scratch buffers at that time.
+    values: values in it when most bytes are in use.
+    scratch: bytes of its scratch buffers at that time.
     """
 
     n_bytes: float
@@ -267,8 +259,7 @@ class Packed:
 
 
 def pack(timeline: BufferTimeline, sizes: Sequence[float], alignment_bytes: int) -> Packed:
-    """The block that holds all temporaries. sizes: bytes of values."""
-    # Scratch buffers and copies are temporaries of values without a number in the program.
+    """sizes: bytes of values."""
     scratch = [Buffer(len(sizes) + i, time, time + 1) for i, (time, _) in enumerate(timeline.scratch)]
     all_sizes = [*sizes, *(n_bytes for _, n_bytes in timeline.scratch)]
     for copy, n in timeline.copies:
@@ -292,9 +283,8 @@ def pack(timeline: BufferTimeline, sizes: Sequence[float], alignment_bytes: int)
 def _unplaced_buffers(
     timeline: BufferTimeline, temporaries: Sequence[Buffer], sizes: Sequence[float], aligned: Sequence[int]
 ) -> list[Buffer]:
-    """The `temporaries` without a place in the buffer of a result."""
     result_bytes = np.array([aligned[buffer.value] for buffer in timeline.results])
-    # The times of use of each place, in order. A result keeps its place until the end.
+    # The uses of each place, in order. A result keeps its place until the end.
     spans = [[(buffer.start, buffer.end)] for buffer in timeline.results]
     last_end = np.array([buffer.start for buffer in timeline.results])
 
@@ -311,7 +301,6 @@ def _unplaced_buffers(
 
 
 def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
-    """Whether a place with the uses `spans` is free during `span`."""
     start, end = span
     place = bisect(spans, (start, math.inf))
     if place < len(spans) and spans[place][0] < end:
@@ -320,8 +309,8 @@ def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
 
 
 def _blocks(timeline: BufferTimeline, unplaced: Sequence[Buffer], aligned: Sequence[int]) -> list[_Block]:
-    """Values that share a buffer are one block."""
-    first: dict[int, Buffer] = {}  # for each value, the first one in its buffer
+    """Values in one buffer are one block."""
+    first: dict[int, Buffer] = {}  # of each value's buffer
     end: dict[int, int] = {}  # of each buffer, by its first value
     for buffer in sorted(unplaced, key=lambda buffer: buffer.start):
         first[buffer.value] = first.get(timeline.shared.get(buffer.value, -1), buffer)
@@ -335,7 +324,6 @@ def _blocks(timeline: BufferTimeline, unplaced: Sequence[Buffer], aligned: Seque
 
 
 def _peak_time(blocks: Sequence[_Block], n_times: int) -> int:
-    """The time at which the blocks have the most bytes."""
     change = np.zeros(n_times + 1)
     for block in blocks:
         change[block.start] += block.n_bytes
@@ -344,10 +332,9 @@ def _peak_time(blocks: Sequence[_Block], n_times: int) -> int:
 
 
 def _height(blocks: Sequence[_Block]) -> float:
-    """Bytes up to the highest end when blocks are placed in this order."""
     starts, ends, lows, highs = (np.zeros(len(blocks)) for _ in range(4))
     for i, block in enumerate(blocks):
-        # Blocks in use at the same time, from low to high, and the gap below each and above the last.
+        # Blocks in use at the same time, and the gap below each and above the last.
         beside = np.flatnonzero((starts[:i] < block.end) & (block.start < ends[:i]))
         beside = beside[np.argsort(lows[beside])]
         tops = np.maximum.accumulate(np.concatenate([[0.0], highs[beside]]))

@@ -1,7 +1,4 @@
-"""The interface of a compiler in the memory model: equations of one device in, kernels in their order out.
-
-Liveness, donation and packing use compilers only by `ShardValues`, `Kernel` and `Compiler`.
-"""
+"""The interface of a compiler in the memory model: equations of one device in, kernels in their order out."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from minialpa.intra.strategies.reshard import ReshardStep
-from minialpa.ir.equations import Atom, bytes_of, dtype_name, shape_of, source_line
+from minialpa.ir.equations import Atom, bytes_of, dtype_name, is_in_host, shape_of, source_line
 
 Shape = Sequence[int]
 
@@ -22,12 +19,14 @@ class ShardValue(NamedTuple):
     """The shard of an array on one device. A tuple, because programs have very many.
 
     maker: its equation, or a word such as "argument" or "all-gather".
+    host_bytes: in host memory, where `n_bytes` is 0.
     """
 
     n_bytes: float
     shape: tuple[int, ...]
     dtype: str
     maker: JaxprEqn | str
+    host_bytes: float = 0.0
 
     @property
     def source(self) -> str:
@@ -38,9 +37,8 @@ class ShardValue(NamedTuple):
 class ShardValues:
     """The values of a program, by number. The recorder of a compiler adds further facts.
 
-    Attributes:
-        waits_at_barriers: see `Compiler`; of this program.
-        origin: for a copy or view without a variable, the value that it belongs to.
+    waits_at_barriers: see `Compiler`; of this program.
+    origin: for a copy or view without a variable, the value that it belongs to.
     """
 
     waits_at_barriers: bool = False
@@ -51,21 +49,27 @@ class ShardValues:
     def sizes(self) -> list[float]:
         return [value.n_bytes for value in self.values]
 
-    def value(self, n_bytes: float, shape: Shape, dtype: str, maker: JaxprEqn | str) -> int:
-        self.values.append(ShardValue(n_bytes, tuple(shape), dtype, maker))
+    @property
+    def host_sizes(self) -> list[float]:
+        return [value.host_bytes for value in self.values]
+
+    def value(self, n_bytes: float, shape: Shape, dtype: str, maker: JaxprEqn | str, host_bytes: float = 0.0) -> int:
+        self.values.append(ShardValue(n_bytes, tuple(shape), dtype, maker, host_bytes))
         return len(self.values) - 1
 
     def shard(self, atom: Atom, shape: Shape, maker: JaxprEqn | str) -> int:
-        """A new value: the shard of `atom` that has `shape`."""
-        return self.value(_shard_bytes(atom, shape), shape, dtype_name(atom), maker)
+        n_bytes = _shard_bytes(atom, shape)
+        if is_in_host(atom.aval):
+            return self.value(0.0, shape, dtype_name(atom), maker, n_bytes)
+        return self.value(n_bytes, shape, dtype_name(atom), maker)
 
     def literal(self, atom: Atom) -> int:
-        """A new value of 0 bytes, because literals are part of the code."""
+        """0 bytes: literals are part of the code."""
         return self.value(0.0, shape_of(atom), dtype_name(atom), "constant")
 
     def like(self, v: int, maker: JaxprEqn | str) -> int:
         value = self.values[v]
-        return self.value(value.n_bytes, value.shape, value.dtype, maker)
+        return self.value(value.n_bytes, value.shape, value.dtype, maker, value.host_bytes)
 
 
 def _shard_bytes(atom: Atom, shape: Shape) -> float:
@@ -80,10 +84,9 @@ def _shard_bytes(atom: Atom, shape: Shape) -> float:
 class Kernel:
     """One step of a compiled program. It reads and writes values in memory.
 
-    Attributes:
-        alias: the value whose buffer has the result, for a view or a change `in_place`; else None.
-        scratch: bytes of the buffers that it needs only while it runs.
-        shares: the `reads` whose buffer the result may take over after their last read.
+    alias: the value whose buffer has the result, for a view or a change `in_place`; else None.
+    scratch: bytes of buffers only for its run.
+    shares: the `reads` whose buffer the result may take over after their last read.
     """
 
     reads: tuple[int, ...]
@@ -102,14 +105,13 @@ class Compiler:
         waits_at_barriers: whether an optimization barrier orders the kernels before it and after it. If not,
             rematerialisation saves no memory inside one program.
         drops_inner_barriers: whether barriers in loops, and in functions of a primitive, have no effect.
-        alignment_bytes: buffers start at multiples of this.
         address_bytes: bytes of one entry in the table of addresses that a program with several results returns.
         reserve: most bytes beyond the model, as a part of the modelled bytes.
         recorder: makes an empty program, which extends `ShardValues`.
         add_equation: (recorder, equation, operands, shapes of its results on this device, bytes of the buffers of its
             body if it is a loop or branch) -> values of its results.
         add_step: (recorder, value, step of a resharding, variable or literal of the value, shape of the mesh) -> value.
-        kernels: (recorder, inputs, results) -> kernels in order.
+        kernels: (recorder, inputs, results) -> in order.
     """
 
     name: str

@@ -9,8 +9,8 @@ Arguments, results and aliases are sizes of shards. `temp` holds all other buffe
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
@@ -19,8 +19,9 @@ from minialpa.intra.memory.buffers import pack
 from minialpa.intra.memory.compiler import Compiler, ShardValues
 from minialpa.intra.memory.recording import record_equations, record_program
 from minialpa.intra.spmd import ShardedEquations
-from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
+from minialpa.ir.equations import Atom, dtype_name, is_in_host, is_literal, shape_of
 from minialpa.ir.repeats import NO_REPEATS, Repeats
+from minialpa.sharding import Spec
 from minialpa.support.sizes import bytes_text
 
 #: Length of `ProgramMemory.largest`.
@@ -44,10 +45,10 @@ class LargeTensor:
 class ProgramMemory:
     """Bytes of one program on one device.
 
-    Attributes:
-        output_bytes: includes the table of addresses of results.
-        alias_bytes: of the arguments whose buffers results take over.
-        largest: the largest tensors in memory at the peak, largest first.
+    output_bytes: includes the table of addresses of results.
+    alias_bytes: of arguments that results take over.
+    largest: tensors at the peak, largest first.
+    host_temp_bytes: in host memory; the other fields are of device memory.
     """
 
     argument_bytes: float
@@ -55,6 +56,7 @@ class ProgramMemory:
     alias_bytes: float
     temp_bytes: float
     largest: tuple[LargeTensor, ...]
+    host_temp_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:
@@ -65,9 +67,8 @@ class ProgramMemory:
 class Lifetimes:
     """When the variables of a program are in memory.
 
-    Attributes:
-        intervals: (variable, start, end, n): n copies of the variable are in memory at times start, ..., end - 1. A
-            variable may have several intervals; arguments have no interval.
+    intervals: (variable, start, end, n): n copies of the variable are in memory at times start, ..., end - 1. A
+        variable may have several intervals; arguments have no interval.
     """
 
     n_times: int
@@ -78,11 +79,15 @@ class Lifetimes:
 
 
 def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compiler: Compiler) -> ProgramMemory:
-    """Memory of `program` when its outputs may take over the inputs numbered `donated`."""
+    """Outputs may take over the inputs numbered `donated`."""
     recording = record_program(program, compiler)
     inputs, results, sizes = recording.inputs, recording.results, recording.recorder.sizes
     pairs = donated_pairs(program, donated)
-    packed = pack(recording.timeline(pairs, program.repeats), sizes, compiler.alignment_bytes)
+    timeline, host_sizes = recording.timeline(pairs, program.repeats), recording.recorder.host_sizes
+    packed = pack(timeline, sizes, compiler.alignment_bytes)
+    host_bytes = 0.0
+    if any(host_sizes):
+        host_bytes = pack(replace(timeline, scratch=()), host_sizes, compiler.alignment_bytes).n_bytes
 
     table_bytes = compiler.address_bytes * len(results) if len(results) > 1 else 0
     n_inputs, n_results = _n_copies(program, program.invars), _n_copies(program, program.outvars)
@@ -98,11 +103,11 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compil
         alias_bytes=alias_bytes,
         temp_bytes=packed.n_bytes + compiler.reserve * modelled_bytes,
         largest=_largest_tensors(recording.recorder, {*packed.values, *inputs, *results}),
+        host_temp_bytes=host_bytes,
     )
 
 
 def _n_copies(program: ShardedEquations, atoms: Sequence[Atom]) -> list[int]:
-    """For each atom, the number of values that it stands for."""
     n_of = program.repeats.n_variables
     return [1 if is_literal(atom) else n_of(atom) for atom in atoms]
 
@@ -120,14 +125,18 @@ def donated_pairs(program: ShardedEquations, donated: Sequence[int]) -> tuple[tu
     free: dict[Any, deque[int]] = defaultdict(deque)
     for i in donated:
         v = program.invars[i]
-        free[shape_of(v), dtype_name(v), program.specs[v]].append(i)
+        free[_kind(v, program.specs[v])].append(i)
 
     pairs = []
     for o, (atom, spec) in enumerate(zip(program.outvars, program.out_specs, strict=True)):
-        alike = free[shape_of(atom), dtype_name(atom), spec]
+        alike = free[_kind(atom, spec)]
         if alike:
             pairs.append((alike.popleft(), o))
     return tuple(pairs)
+
+
+def _kind(atom: Atom, spec: Spec) -> Hashable:
+    return shape_of(atom), dtype_name(atom), is_in_host(atom.aval), spec
 
 
 # ---- equations on whole arrays --------------------------------------------------------------------------------------
@@ -142,10 +151,7 @@ def lifetimes(
     compiler: Compiler,
     repeats: Repeats = NO_REPEATS,
 ) -> Lifetimes:
-    """When the variables of a program are in memory, under any shardings; the planner limits memory by these times.
-
-    donated: inputs, and the outputs that replace them.
-    """
+    """Under any shardings; the planner limits memory by these times. donated: inputs, and their replacements."""
     waits = compiler.waits_at_barriers
     recording, env = record_equations(eqns, invars, outvars, compiler, waits_at_barriers=waits)
     pairs = [
@@ -163,7 +169,7 @@ def lifetimes(
 
 
 def _variables(recorder: ShardValues, env: Mapping[Var, int]) -> dict[int, Var]:
-    """The first variable of each value; copies have the variable of their origin."""
+    """Copies have the variable of their origin."""
     variable: dict[int, Var] = {}
     for v, value in env.items():
         variable.setdefault(value, v)

@@ -44,9 +44,8 @@ _FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
 class Recording:
     """A program in the recorder of a compiler.
 
-    Attributes:
-        arguments: variables of the inputs.
-        inputs, results: their values.
+    arguments: variables of the inputs.
+    inputs, results: their values.
     """
 
     compiler: Compiler
@@ -75,7 +74,7 @@ class Recording:
         )
 
     def temporaries(self) -> tuple[float, ...]:
-        """Bytes of the temporaries at the peak, largest first; all gaps between them count as one more."""
+        """Bytes at the peak, largest first; all gaps between them count as one more."""
         sizes = self.recorder.sizes
         packed = pack(self.timeline(), sizes, self.compiler.alignment_bytes)
         buffers = [*(sizes[value] for value in packed.values), *packed.scratch]
@@ -84,7 +83,6 @@ class Recording:
 
 
 def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
-    """`program`, with its resharding steps, on one device."""
     mesh_shape = program.mesh.shape
     waits = compiler.waits_at_barriers and not (program.in_loop and compiler.drops_inner_barriers)
     recorder = compiler.recorder(waits_at_barriers=waits)
@@ -124,9 +122,9 @@ def record_equations(
     *,
     waits_at_barriers: bool,
 ) -> tuple[Recording, dict[Var, int]]:
-    """Equations on whole arrays, and the value of each variable; results without literals."""
+    """On whole arrays; with the value of each variable."""
     recorder = compiler.recorder(waits_at_barriers=waits_at_barriers)
-    env = {v: recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "argument") for v in invars}
+    env = {v: recorder.shard(v, shape_of(v), "argument") for v in invars}
     inputs = list(env.values())
     _add_equations(eqns, env, recorder, compiler, _body_buffers)
     results = [env[atom] for atom in outvars if not is_literal(atom)]
@@ -141,7 +139,7 @@ def _add_equations(
     compiler: Compiler,
     buffers_of: Callable[[tuple[Jaxpr, ...], Compiler], tuple[float, ...]],
 ) -> None:
-    """env: the value of each variable. buffers_of: temporaries of loop bodies."""
+    """buffers_of: temporaries of loop bodies."""
     for eqn in eqns:
         reads = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in eqn.invars]
         if eqn.primitive in _FUNCTIONS:
@@ -154,7 +152,6 @@ def _add_equations(
 
 
 def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]) -> dict[int, int]:
-    """The number of shards along each split factor."""
     axes_of = split_axes(factors, chosen)
     return {factor: math.prod(mesh_shape[axis] for axis in axes) for factor, axes in axes_of.items()}
 
@@ -162,7 +159,7 @@ def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]
 def _add_function(
     eqn: JaxprEqn, params: Mapping[str, Any], recorder: ShardValues, operands: Sequence[int], compiler: Compiler
 ) -> list[int]:
-    """Record a function, such as attention, by its equations; `eqn` is the maker of all values. Returns the results."""
+    """Record a function, such as attention, by its equations; `eqn` is the maker of all values."""
     arrays = tuple((recorder.values[v].shape, recorder.values[v].dtype) for v in operands)
     flat = _flat_function(eqn.primitive, tuple(params.items()), arrays)
     constants = [recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "constant") for v in flat.constvars]
@@ -190,7 +187,7 @@ def _bodies(params: Mapping[str, Any]) -> tuple[Jaxpr, ...]:
 
 
 def _body_buffers(bodies: Sequence[Jaxpr], compiler: Compiler) -> tuple[float, ...]:
-    """Temporaries of one pass through the largest body of a loop or branch."""
+    """In one pass through the largest body."""
     most: tuple[float, ...] = ()
     for jaxpr in bodies:
         flat = flatten_calls(jaxpr, [None] * len(jaxpr.constvars))
@@ -201,5 +198,5 @@ def _body_buffers(bodies: Sequence[Jaxpr], compiler: Compiler) -> tuple[float, .
     return most
 
 
-#: For the bodies of `_flat_function`, which are the same objects each time.
+#: Bodies of `_flat_function` are the same objects each time.
 _body_buffers_once = functools.lru_cache(maxsize=1024)(_body_buffers)

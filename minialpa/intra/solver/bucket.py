@@ -1,10 +1,10 @@
-"""A `Residual` goes in; its small connected components without usage terms come out decided, exactly.
+"""A `Residual` in and out; its small connected components without usage terms are decided exactly.
 
 Bucket elimination (Dechter, 1999) removes nodes with any number of neighbours, where elimination.py stops at two. It
 replaces all tables over node v by one table over its neighbours:
     T[neighbours] = min_s (sum of the tables over v, at v = s)
-A component is decided if a greedy order keeps all tables small. So small steps are planned without the half second that
-loading the compiled loops or HiGHS takes.
+A component is decided if a greedy order keeps all tables small. So small steps are planned without loading the compiled
+loops or HiGHS, which takes half a second.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _narrow_order(residual: Residual, component: list[int]) -> list[int] | None:
     work = 0
     while heap:
         size, node = heapq.heappop(heap)
-        # An outdated entry: the heap has a newer one.
+        # Outdated: the heap has a newer entry.
         if node not in near or size != _joint_size(residual, node, near[node]):
             continue
 
@@ -87,8 +87,8 @@ def _joint_size(residual: Residual, v: int, near: set[int]) -> int:
 
 
 def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
-    """Decide the nodes; their cost goes to `offset`."""
-    # The bucket of a node has the tables of which it is the first node to go.
+    """The cost of the nodes goes to `offset`."""
+    # The bucket of a node has the tables that lose it first.
     place = {node: at for at, node in enumerate(order)}
     buckets = {node: [_Table((node,), residual.costs[node])] for node in order}
     for node in order:
@@ -111,7 +111,6 @@ def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
 
 
 def _joint_table(factors: list[_Table], scope: tuple[int, ...]) -> Floats:
-    """The sum of `factors` over `scope`."""
     joint: Floats = np.zeros((1,) * len(scope))
     for factor in factors:
         sizes = dict(zip(factor.scope, factor.table.shape, strict=True))

@@ -24,17 +24,17 @@ _SAFETY, _SAFETY_S = 10.0, 60.0
 
 @dataclass(slots=True)
 class _Work:
-    """The work counter that a deadline and its parts share."""
+    """Shared by a deadline and its parts."""
 
     start: float = field(default_factory=time.thread_time)
     seconds: float = 0.0
-    # Processor seconds and `seconds` at the last read of the clock, and calls since.
+    # At the last read of the clock, and calls since.
     _processor_s: float = 0.0
     _seen_s: float = 0.0
     _n_calls: int = 0
 
     def processor_s(self) -> float:
-        """Processor seconds since `start`, at the last read of the clock."""
+        """At the last read of the clock."""
         self._n_calls += 1
         if self._n_calls >= _CALLS_PER_LOOK or self.seconds - self._seen_s >= _LOOK_S:
             self._processor_s = time.thread_time() - self.start
@@ -43,8 +43,6 @@ class _Work:
 
 
 class Deadline:
-    """The end of a solve, after `limit_s` nominal seconds of work."""
-
     def __init__(self, limit_s: float) -> None:
         self._work, self._end_s = _Work(), limit_s
         self._safe_s = _SAFETY * limit_s + _SAFETY_S
@@ -56,12 +54,11 @@ class Deadline:
 
     @property
     def spent_s(self) -> float:
-        """Nominal seconds of work in all deadlines that share the counter."""
+        """Of all deadlines that share the counter."""
         return self._work.seconds
 
     @property
     def processor_left_s(self) -> float:
-        """Processor seconds until the last safety."""
         return self._safe_s - self._work.processor_s()
 
     @property
@@ -75,7 +72,6 @@ class Deadline:
         return self.within(share * max(0.0, self.left_s))
 
     def within(self, seconds: float) -> Deadline:
-        """A deadline in `seconds` from now, with the same counter."""
         part = Deadline.__new__(Deadline)
         part._work, part._end_s = self._work, self._work.seconds + seconds
         part._safe_s = min(self._safe_s, self._work.processor_s() + _SAFETY * seconds + _SAFETY_S)
@@ -87,8 +83,8 @@ class AllowedGap:
 
         allowed gap = max(part * |cost|, cost_per_s * (nominal seconds of work - FREE_S))
 
-    So a solve ends when it can gain less than its work should have saved. Example: at cost_per_s = 0.1, after 12
-    nominal seconds, choices 1.0 above the bound are good enough.
+    So a solve ends when it can gain less than its work should have saved. At cost_per_s = 0.1, after 12 nominal
+    seconds, choices 1.0 above the bound are good enough.
     """
 
     def __init__(self, part: float = 0.0, cost_per_s: float = 0.0, deadline: Deadline | None = None) -> None:
@@ -100,7 +96,7 @@ class AllowedGap:
         return max(self.part * abs(cost), self._cost_per_s * self._work_s)
 
     def gain_s(self, gap: float) -> float:
-        """Nominal seconds of work that closing `gap` still justifies; infinite without `cost_per_s`."""
+        """Nominal seconds of work that closing `gap` justifies; infinite without `cost_per_s`."""
         return max(FREE_S, gap / self._cost_per_s - self._work_s) if self._cost_per_s else math.inf
 
     @property

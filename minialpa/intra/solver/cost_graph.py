@@ -24,18 +24,18 @@ from minialpa.errors import ShardingError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-#: A node, the half-open interval in which it is live, and the usage of each of its strategies.
+#: A node, the half-open interval in which it is live, and the usage of each strategy.
 NodeUsage = tuple[int, tuple[int, int], Ints]
 
 #: Costs from here on mean "not allowed", by the convention of the contest.
 FORBIDDEN = 1e18
-#: The largest usages of all nodes sum to less than this, so that sums with the limit fit in int64.
+#: The largest usages of all nodes sum to less than this: sums with the limit fit in int64.
 MOST_USAGE = 2**60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """`cost[i, j]` is paid if node `a` takes strategy i and node `b` strategy j."""
+    """`cost[i, j]` is paid if `a` takes strategy i and `b` strategy j."""
 
     a: int
     b: int
@@ -47,10 +47,9 @@ class CostGraph:
     """The problem. Raises ShardingError for wrong shapes, NaN, or usages that are not integers of zero or more.
 
     Attributes:
-        node_costs: for each node, the cost of each strategy.
         edges: parallel edges add up; an edge from a node to itself adds its diagonal.
         usages: any number per node.
-        usage_limit: most usage at any time; None for no limit.
+        usage_limit: at any time; None for no limit.
     """
 
     node_costs: tuple[Floats, ...]
@@ -77,7 +76,7 @@ class CostGraph:
         return len(self.node_costs)
 
     def cost_of(self, choices: tuple[int, ...]) -> float:
-        """The objective; infinite if any summand is forbidden."""
+        """Infinite if any summand is forbidden."""
         nodes = [float(cost[i]) for cost, i in zip(self.node_costs, choices, strict=True)]
         edges = [float(edge.cost[choices[edge.a], choices[edge.b]]) for edge in self.edges]
         return sum(nodes) + sum(edges) if max(nodes + edges, default=0.0) < FORBIDDEN else np.inf
@@ -136,7 +135,7 @@ def _checked_edge(number: int, edge: Edge, sizes: list[int]) -> Edge:
 
 
 def _checked_usages(usages: tuple[NodeUsage, ...], sizes: list[int]) -> tuple[NodeUsage, ...]:
-    """The usages that are ever live and positive, as int64."""
+    """The live and positive usages, as int64."""
     checked: list[NodeUsage] = []
     for node, (start, end), values in usages:
         if not 0 <= node < len(sizes):

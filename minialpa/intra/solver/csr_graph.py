@@ -1,7 +1,7 @@
-"""The undecided nodes of a `Residual` go in; a `Core` of flat arrays for the compiled loops comes out.
+"""The undecided nodes of a `Residual` in; a `Core` of flat arrays for the compiled loops out.
 
 As in a compressed sparse row (CSR) matrix, one array has the entries of all nodes, and offsets mark the first entry of
-each node. Example: nodes with costs (3, 4) and (5, 6, 7) are
+each node. Nodes with costs (3, 4) and (5, 6, 7) are
     at = [0, 2, 5],   cost = [3, 4, 5, 6, 7],   cost of strategy i of node v = cost[at[v] + i]
 """
 
@@ -27,16 +27,15 @@ class Core(NamedTuple):
         at: strategy i of node v is entry at[v] + i of every array with an entry per strategy.
         links: node v has links links[v] to links[v + 1] - 1, sorted by neighbour.
         middle: the links of v from middle[v] on lead to later nodes.
-        other: other[h] is the node there.
-        back: back[h] is the link in the other direction.
+        other: the node there.
+        back: the link in the other direction.
         table_at, table: table[table_at[h] + i * n_there + j] is the cost of strategies i here and j there.
         message_at: start of the message that comes in over link h, with one entry per strategy here.
         segments: node v has segments segments[v] to segments[v + 1] - 1.
         start, end: segment s is the rows start[s] to end[s] - 1.
         usage_at, usage: strategy i uses usage[usage_at[s] + i] in each row of segment s.
-        slack: for each row, the most usage of all nodes together, beyond `Residual.base`.
+        slack: most usage of all nodes together in each row, beyond `Residual.base`.
         forbidden: finite cost of a forbidden entry, above any allowed solution.
-        widest: most strategies of a node.
     """
 
     at: Ints

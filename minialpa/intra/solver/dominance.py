@@ -1,4 +1,4 @@
-"""Costs and usages of the strategies of one node go in; a mask without the dominated strategies comes out.
+"""Costs and usages of the strategies of one node in; a mask without the dominated strategies out.
 
 Strategy B dominates strategy A if B uses no more and costs no more for any choices of the neighbours w:
     c[B] - c[A] + sum_w max_j (E_w[B, j] - E_w[A, j]) <= 0
@@ -17,16 +17,15 @@ from minialpa.support.loops import compiled
 
 #: Relative rounding error of the quick test: 4,500 float64 roundings of 2.2e-16.
 _ROUNDING = 1e-12
-#: Calls per process that NumPy serves before machine code is loaded. Small steps need fewer.
+#: NumPy serves so many calls per process before machine code is loaded. Small steps need fewer.
 _MOST_CALLS = 3000
-#: Most strategies times edge entries of a call that NumPy serves.
+#: Most strategies times edge entries of a call for NumPy.
 _MOST_ENTRIES = 1_000_000
 _calls = itertools.count()
 
 
 @cache
 def load() -> None:
-    """Compile or load the machine code, by a call without work."""
     _in_loops(np.zeros(1), np.zeros((0, 1), np.int64), np.zeros((1, 0)), np.zeros(1, np.int64))
 
 
@@ -36,8 +35,8 @@ def undominated(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
     usage: [t, i], of strategy i in term t.
     edges: edges[i, ends[w] : ends[w + 1]] are the costs of the edge to neighbour w.
 
-    Machine code is ten times as fast as NumPy but takes as long to load as some thousand calls. Both give the same
-    bits, as they add in the same order.
+    Machine code is ten times as fast as NumPy but takes as long to load as some thousand calls. Both add in the same
+    order, so they give the same bits.
     """
     is_loaded = load.cache_info().currsize > 0
     if not is_loaded and next(_calls) < _MOST_CALLS and cost.size * edges.size < _MOST_ENTRIES:
@@ -48,7 +47,7 @@ def undominated(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
 
 
 def _in_arrays(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
-    """`undominated` by NumPy; excess[a, b] is the cost of b minus the cost of a."""
+    """excess[a, b]: cost of b minus cost of a."""
     n_strategies, lines = len(cost), np.arange(len(cost))
     if n_strategies < 2:
         return np.ones(n_strategies, np.bool_)
@@ -82,11 +81,10 @@ def _in_arrays(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
 
 @compiled
 def _in_loops(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
-    """`undominated` by machine code."""
     n_strategies, n_edges = len(cost), len(ends) - 1
     least, at, size = _least_over_edges(cost, edges, ends)
 
-    # From the last to the first: of equal strategies, the first stays.
+    # Backwards: of equal strategies, the first stays.
     stays = np.ones(n_strategies, np.bool_)
     for a in range(n_strategies - 1, -1, -1):
         for b in range(n_strategies):

@@ -1,4 +1,4 @@
-"""A `Residual` goes in; a smaller one with the same optimum comes out, often without nodes.
+"""A `Residual` in; a smaller one with the same optimum out, often without nodes.
 
     1. Arc consistency: drop a strategy without a finite partner over some edge, or above the limit.  -> _usable_mask
     2. Dominance: drop strategy A if some B uses no more and never costs more.                        -> _undominated
@@ -24,7 +24,7 @@ from minialpa.intra.solver.residual import Residual, add_term, keep, loosen_rows
 
 #: Operations per visit of a node, about.
 _OPERATIONS = 2e5
-#: Most entries of the table over a node and its two neighbours: 32 MB of float64.
+#: Most entries of a table over a node and two neighbours: 32 MB of float64.
 _MAX_TABLE = 4_000_000
 
 
@@ -43,7 +43,7 @@ def reduce_graph(residual: Residual, deadline: Deadline | None = None) -> None:
 
 
 def _reduce_from(residual: Residual, dirty: list[int], deadline: Deadline) -> None:
-    """Visit the `dirty` nodes and all nodes that a visit changes, smallest degree first."""
+    """Smallest degree first."""
     waiting = set(dirty)
     heap = [(len(residual.adjacent[v]), v) for v in dirty]
     heapq.heapify(heap)
@@ -55,12 +55,12 @@ def _reduce_from(residual: Residual, dirty: list[int], deadline: Deadline) -> No
             deadline.spend(_OPERATIONS)
             for changed in _visit(residual, node):
                 waiting.add(changed)
-                # Also if it waits already: its degree may be smaller.
+                # Also if it waits: its degree may be smaller.
                 heapq.heappush(heap, (len(residual.adjacent[changed]), changed))
 
 
 def _visit(residual: Residual, v: int) -> list[int]:
-    """Reduce around v; returns the other nodes whose tables or neighbours changed."""
+    """The other nodes whose tables or neighbours changed."""
     neighbours = list(residual.adjacent[v])
 
     usable = _usable_mask(residual, v)
@@ -94,7 +94,7 @@ def _visit(residual: Residual, v: int) -> list[int]:
 
 
 def _usable_mask(residual: Residual, v: int) -> Bools:
-    """A mask of the strategies that reduction 1 keeps."""
+    """Reduction 1."""
     usable = np.isfinite(residual.costs[v]) & room_for(residual, v)
     for cost in residual.adjacent[v].values():
         usable &= np.isfinite(cost).any(axis=1)
@@ -102,9 +102,9 @@ def _usable_mask(residual: Residual, v: int) -> Bools:
 
 
 def _undominated(residual: Residual, v: int) -> Bools:
-    """A mask of the strategies that reduction 2 keeps."""
+    """Reduction 2."""
     cost, edges = residual.costs[v], list(residual.adjacent[v].values())
-    # One memory layout: numba compiles a function anew for each layout.
+    # One memory layout: numba compiles anew for each layout.
     return undominated(
         cost,
         np.array(list(residual.terms[v].values()), np.int64).reshape(-1, len(cost)),
@@ -164,7 +164,6 @@ def _follows(cost: Floats, degree: int) -> bool:
 
 
 def _can_eliminate(residual: Residual, v: int) -> bool:
-    """Whether reduction 4 takes v out."""
     neighbours = residual.adjacent[v]
     if residual.terms[v] or len(neighbours) > 2:
         return False
@@ -177,7 +176,7 @@ def _can_eliminate(residual: Residual, v: int) -> bool:
 def _eliminate(residual: Residual, v: int) -> None:
     """Reduction 4; the least costs go to the neighbours."""
     scope = tuple(residual.adjacent[v])
-    # Axis 0 is the strategy of v; each neighbour adds an axis.
+    # Axis 0 is the strategy of v; then one axis per neighbour.
     table = residual.costs[v]
     for w in scope:
         edge = residual.adjacent[v][w]

@@ -1,4 +1,4 @@
-"""A `Residual` goes in; its best choices and a lower bound come out, from an integer program (PuLP and HiGHS).
+"""A `Residual` in; its best choices and a lower bound out, from an integer program (PuLP and HiGHS).
 
     minimise   sum_v c_v . x_v + sum_(v,w) E_vw . y_vw
     subject to sum_i x_v[i] = 1                                             one strategy per node        -> _choose_one
@@ -33,7 +33,7 @@ from minialpa.intra.solver.residual import Residual, check_base
 _LARGEST_COST = 1e4
 #: Least gap of the scaled objective at which HiGHS stops; its default.
 _LEAST_GAP = 1e-6
-#: Operations per row and column between two callbacks of HiGHS: 9 us; measured 4 to 30 us, for 2,000 to 40,000 of both.
+#: Operations per row and column between callbacks of HiGHS: 9 us; measured 4 to 30 us, for 2,000 to 40,000 of both.
 _OF_LOOK = 9000.0
 #: Operations per variable of writing the program, about.
 _OF_WRITING = 20_000.0
@@ -41,7 +41,7 @@ _OF_WRITING = 20_000.0
 
 @dataclass(frozen=True, slots=True)
 class ProgramSolution:
-    """For each node, an index of `Residual.costs`, or None without time; and the lower bound."""
+    """choices: for each node, an index of `Residual.costs`; None without time."""
 
     choices: dict[int, int] | None
     bound: float
@@ -49,7 +49,7 @@ class ProgramSolution:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A usage row: the `usage` of each (node, strategy) of `places`; `slack` is limit - base."""
+    """The `usage` of each (node, strategy) of `places` in a usage row; `slack` is limit - base."""
 
     places: tuple[tuple[int, int], ...]
     usage: tuple[int, ...]
@@ -58,7 +58,7 @@ class _Row:
     def cover(self, choices: dict[int, int]) -> list[tuple[int, int]]:
         """The (node, strategy) pairs of the last formula, for `choices` that exceed the row.
 
-        C is the smallest set of nodes that exceeds the row, by largest usage.
+        C is the smallest set of nodes that exceeds it, by largest usage.
         """
         used = {node: usage for (node, i), usage in zip(self.places, self.usage, strict=True) if choices[node] == i}
         total, least = 0, dict[int, int]()
@@ -75,8 +75,7 @@ class _Row:
 def solve_program(residual: Residual, deadline: Deadline, allowed: float = 0.0) -> ProgramSolution:
     """Choices for the undecided nodes of `residual`, and a lower bound on the cost of the original graph.
 
-    allowed: largest absolute gap between the choices and the optimum.
-    Raises InfeasibleError if forbidden pairs and the limit leave no choices.
+    allowed: absolute gap. Raises InfeasibleError if forbidden pairs and the limit leave no choices.
     """
     check_base(residual)
     independent = _independent_components(residual)
@@ -92,7 +91,7 @@ def solve_program(residual: Residual, deadline: Deadline, allowed: float = 0.0) 
 
 
 def _independent_components(residual: Residual) -> list[list[int]]:
-    """Connected components; components with usage terms count as one, as rows may join them."""
+    """Components with usage terms count as one, as rows may join them."""
     apart, joined = [], []
     for component in components(residual):
         if any(residual.terms[v] for v in component):
@@ -103,7 +102,7 @@ def _independent_components(residual: Residual) -> list[list[int]]:
 
 
 def _solve_part(residual: Residual, nodes: list[int], deadline: Deadline, allowed: float) -> ProgramSolution:
-    """Solve for `nodes`, with more and more usage rows, until a solution keeps to all rows."""
+    """Rows are added until a solution keeps to all."""
     model = _Model(residual, nodes)
     deadline.spend(_OF_WRITING * model.problem.numVariables())
     while not deadline.is_over:
@@ -119,7 +118,7 @@ def _solve_part(residual: Residual, nodes: list[int], deadline: Deadline, allowe
 
 
 def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
-    """The worst row of each range of neighbouring rows in which the choices exceed the limit."""
+    """The worst of each range of neighbouring rows that exceed the limit."""
     change = np.zeros(len(residual.base) + 1, np.int64)
     for v, i in choices.items():
         for (first, end), usage in residual.terms[v].items():
@@ -143,7 +142,7 @@ def _row(residual: Residual, nodes: Iterable[int], r: int) -> _Row:
 
 
 class _Model:
-    """The program in PuLP, to which `limit_row` adds rows and covers. bound: the best lower bound so far."""
+    """The program in PuLP. bound: the best lower bound so far."""
 
     def __init__(self, residual: Residual, nodes: list[int]) -> None:
         self.residual = residual
@@ -170,7 +169,6 @@ class _Model:
         return x
 
     def _join(self, v: int, w: int, cost: Floats) -> None:
-        """Add the variables of edge (v, w) and their marginals."""
         rows: list[list[Any]] = [[] for _ in self.x[v]]
         columns: list[list[Any]] = [[] for _ in self.x[w]]
         for i, j in np.argwhere(np.isfinite(cost)).tolist():
@@ -209,7 +207,7 @@ class _Model:
         )
 
     def solve(self, deadline: Deadline, allowed: float) -> dict[int, int] | None:
-        """The best choices found, or None; updates `bound`. allowed: see `solve_program`."""
+        """None without choices; updates `bound`. allowed: see `solve_program`."""
         bound = _run_highs(self.problem, deadline, allowed * self.scale) / self.scale
         if self.problem.status == pulp.LpStatusInfeasible:
             raise self._infeasible()
@@ -237,8 +235,8 @@ def _cost_of(residual: Residual, choices: dict[int, int]) -> float:
 def _run_highs(problem: Any, deadline: Deadline, allowed: float) -> float:
     """Solve up to the gap `allowed` and return the lower bound, both in units of the scaled objective.
 
-    Each callback of HiGHS counts as work. They depend only on the program, so the search stops at the same point every
-    time, unlike with the time limit of HiGHS.
+    Callbacks of HiGHS count as work. They depend only on the program, so the search stops at the same point every time,
+    unlike with the time limit of HiGHS.
     """
     import highspy
 
@@ -259,7 +257,7 @@ def _run_highs(problem: Any, deadline: Deadline, allowed: float) -> float:
 
     class Quiet(highspy.Highs):
         def enableCallbacks(self) -> None:
-            # Called by the constructor. With output on, the first callback prints the version.
+            # With output on, the first callback prints the version.
             self.setOptionValue("output_flag", False)
             super().enableCallbacks()
 

@@ -1,11 +1,10 @@
-"""A `Core` goes in; a lower bound and good choices within the usage limit come out.
+"""A `Core` in; a lower bound and good choices within the usage limit out.
 
 Under prices p >= 0 on the usage rows (Lagrange multipliers), the core is a graph without rows, for which the messages
 of trws.py prove a bound at every p:
     L(p) = min_s (c(s) + p . usage(s)) - p . slack
 Example: 10 equal nodes, a limit of 15, two strategies: (cost 0, usage 2) and (cost 1, usage 1). At price 1, both
 cost 2 with the price, so L = 10 * 2 - 15 = 5. Five nodes of each kind reach this bound.
-
 The best prices come from a linear program over the choices x_k found so far, with excess e(x) = usage(x) - slack:
     max theta   subject to   theta <= c(x_k) + p . e(x_k) for each k,   p >= 0                            -> _Columns
 theta is never below the best bound (Kelley's cutting planes, 1960; the dual of Dantzig and Wolfe's columns, 1960).
@@ -31,12 +30,12 @@ from minialpa.intra.solver.local_search import cost_of, improve_on_trees, round_
 from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.trws import exchange_messages, pass_messages, price_usage
 
-#: Rounding error of float64 sums, as a part of the largest possible sum.
+#: Rounding error of float64 sums, as a part of the largest sum.
 ROUNDING = 1e-12
 #: Operations per linear program, about.
 _OF_PROGRAM = 5e6
-#: Largest price, in units of (spread of the costs) / (largest excess). Without choices within the limit, prices are
-#: otherwise unbounded.
+#: Largest price, in units of (spread of the costs) / (largest excess): prices are otherwise unbounded without choices
+#: within the limit.
 _HIGHEST_PRICE = 1000.0
 
 
@@ -45,10 +44,10 @@ class Bracket:
     """The optimum of a core is between `bound` and `cost`.
 
     Attributes:
-        choices: the best choices by the order of `Incumbent`.
+        choices: the best by the order of `Incumbent`.
         cost: infinite if `choices` exceed the limit or have a forbidden pair.
         reduced: a solution with strategy i at node v costs at least bound + reduced[at[v] + i].
-        prices: for each row, the price that gave the bound.
+        prices: of rows, which gave the bound.
     """
 
     choices: Ints
@@ -64,7 +63,7 @@ def work_of_pass(core: Core) -> float:
 
 
 def work_of_tree(core: Core) -> float:
-    """Operations per tree of local search: 20 nodes with average edges and rows."""
+    """Of local search: 20 nodes with average edges and rows."""
     n_rows = int((core.end - core.start).sum())
     return 20 * (2 * len(core.table) + n_rows) / core.n_nodes + 2000
 
@@ -104,7 +103,7 @@ class Incumbent:
 
 
 class Passes:
-    """Passes of messages over `core` under `prices`; they spend `deadline`."""
+    """Passes of messages under `prices`; they spend `deadline`."""
 
     def __init__(self, core: Core, prices: Floats, deadline: Deadline) -> None:
         self.core, self.prices, self.deadline = core, prices, deadline
@@ -113,14 +112,13 @@ class Passes:
         self.choices: Ints = np.zeros(core.n_nodes, np.int64)
 
     def run(self, forward: bool) -> float:
-        """One pass, in or against the order of nodes; returns L(prices)."""
+        """In or against the order of nodes; returns L(prices)."""
         self.deadline.spend(work_of_pass(self.core))
         price_usage(self.core, self.prices, self.priced)
         bound = pass_messages(self.core, self.priced, self.messages, forward, self.reduced, self.choices)
         return float(bound - self.prices @ self.core.slack)
 
     def round(self, forward: bool, incumbent: Incumbent) -> None:
-        """Offer choices that are rounded by the messages."""
         choices = np.zeros_like(self.choices)
         self.deadline.spend(work_of_pass(self.core))
         round_choices(self.core, self.priced, self.messages, forward, choices)
@@ -142,7 +140,7 @@ class Passes:
 
 
 class _Columns:
-    """The linear program over the choices so far."""
+    """The linear program over choices."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -150,14 +148,14 @@ class _Columns:
         self._excess: list[Ints] = []
 
     def add(self, choices: Ints) -> None:
-        """Add choices, which may exceed the limit, unless a pair is forbidden."""
+        """`choices` may exceed the limit."""
         cost = cost_of(self.core, choices)
         if np.isfinite(cost):
             self._costs.append(cost)
             self._excess.append(usage_of(self.core, choices) - self.core.slack)
 
     def best_prices(self) -> tuple[Floats, float]:
-        """The price of each row, and theta, an upper bound on L(p); infinite without choices."""
+        """For each row, and theta, an upper bound on L(p); infinite without choices."""
         from scipy.optimize import linprog  # slow to import, and few graphs need it
 
         prices = np.zeros(len(self.core.slack))
@@ -187,7 +185,7 @@ def bracket(
     core: Core, prices: Floats, deadline: Deadline, options: SolverOptions, allowed: AllowedGap = NO_GAP,
     offset: float = 0.0,
 ) -> Bracket:  # fmt: skip
-    """Bound and choices for `core`, from `prices` of its rows. Makes a few passes even after `deadline`.
+    """Bound and choices for `core`, from `prices` of its rows, after a few passes even without time.
 
     allowed, offset: see `Incumbent`.
     """
@@ -227,7 +225,7 @@ def bracket(
 def _settle_messages(
     core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions
 ) -> Passes:
-    """Passes without rows until the bound settles; returns the messages of the best bound."""
+    """Without rows. Returns the messages of the best bound."""
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
     equal = ROUNDING * core.forbidden
     best_bound, bound_before, gap_before = -np.inf, -np.inf, np.inf
@@ -262,7 +260,7 @@ def _settle_messages(
 def _raise_with_columns(
     core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions
 ) -> Passes:
-    """Passes under the prices of `_Columns`; returns the passes of the best bound."""
+    """Under the prices of `_Columns`; returns the passes of the best bound."""
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
     columns = _Columns(core)
     equal = ROUNDING * core.forbidden
@@ -294,7 +292,7 @@ def _raise_with_columns(
 
 
 def _settled_bound(passes: Passes, options: SolverOptions, little: float) -> float:
-    """The best bound under unchanged prices, once it rises by at most `little`."""
+    """Under unchanged prices, once it rises by at most `little`."""
     best = -np.inf
     for k in range(options.most_price_pairs):
         bound = max(passes.run(forward=True), passes.run(forward=False))
@@ -306,7 +304,7 @@ def _settled_bound(passes: Passes, options: SolverOptions, little: float) -> flo
 
 
 def _offer_columns(passes: Passes, columns: _Columns, incumbent: Incumbent, k: int, options: SolverOptions) -> None:
-    """Offer choices under the prices of `passes`, rounded with and without the limit."""
+    """Rounded with and without the limit."""
     core, n_trees = passes.core, int(options.searched_part * passes.core.n_nodes) + 1
     free = _without_limit(core)
     for forward in (True, False):
@@ -333,7 +331,7 @@ def _offer_columns(passes: Passes, columns: _Columns, incumbent: Incumbent, k: i
 def _offer_noisy_columns(
     passes: Passes, columns: _Columns, incumbent: Incumbent, bound: float, k: int, options: SolverOptions
 ) -> None:
-    """`_offer_columns` under noise; see `Passes.improve`."""
+    """See `Passes.improve`."""
     core, choices, messages = passes.core, np.zeros_like(passes.choices), passes.messages.copy()
     noise = np.random.default_rng(k).random(len(core.cost))
     noisy = passes.priced + options.noise * abs(bound) / core.n_nodes * noise
@@ -349,7 +347,7 @@ def _offer_noisy_columns(
 
 
 def _round_under_high_prices(core: Core, incumbent: Incumbent, deadline: Deadline, n_levels: int) -> None:
-    """Round under ever higher prices, equal for all rows, until the choices keep to the limit."""
+    """Equal prices for all rows, until the choices keep to the limit."""
     passes = Passes(core, np.zeros(len(core.slack)), deadline)
     for k in range(n_levels):
         unit = float(core.usage.max(initial=0)) * len(core.slack) or 1.0
@@ -364,7 +362,7 @@ def _round_under_high_prices(core: Core, incumbent: Incumbent, deadline: Deadlin
 def _improve_choices(
     core: Core, prices: Floats, incumbent: Incumbent, bound: float, deadline: Deadline, options: SolverOptions
 ) -> None:
-    """Local search, with a higher price on exceeded rows in each round."""
+    """Each round raises the price on exceeded rows."""
     choices = incumbent.choices.copy()
     n_idle = 0
     for k in range(options.max_searches):
@@ -387,7 +385,7 @@ def _improve_choices(
 
 
 def exceeded_rows_priced(core: Core, prices: Floats, choices: Ints, k: int) -> Floats:
-    """Costs under `prices` and a price on rows that `choices` exceed, proportional to 4 ** k."""
+    """Costs under `prices` and a price on exceeded rows, proportional to 4 ** k."""
     priced = np.empty_like(core.cost)
     penalty = core.forbidden / (float(core.usage.max(initial=0)) or 1.0) * 4.0 ** (k - 5)
     price_usage(core, prices + penalty * (usage_of(core, choices) > core.slack), priced)
@@ -395,7 +393,7 @@ def exceeded_rows_priced(core: Core, prices: Floats, choices: Ints, k: int) -> F
 
 
 def _probe(passes: Passes, incumbent: Incumbent, bound: float, deadline: Deadline, options: SolverOptions) -> None:
-    """Offer choices with a few random nodes forced to random strategies."""
+    """A few random nodes are forced to random strategies."""
     core, priced = passes.core, np.empty_like(passes.core.cost)
     messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
     rng = np.random.default_rng(0)
@@ -420,7 +418,6 @@ def _probe(passes: Passes, incumbent: Incumbent, bound: float, deadline: Deadlin
 
 
 def _with_forced_nodes(core: Core, priced: Floats, n_forced: int, rng: np.random.Generator) -> Floats:
-    """Costs under which `n_forced` random nodes take random strategies."""
     forced = priced.copy()
     for node in rng.integers(0, core.n_nodes, n_forced):
         chosen = rng.integers(core.at[node], core.at[node + 1])

@@ -1,4 +1,4 @@
-"""Costs and messages of a `Core` go in; choices within the usage limit come out. Compiled by numba.
+"""Costs and messages of a `Core` in; choices within the usage limit out. Compiled by numba.
 
     1. One node after the other takes the cheapest strategy that still fits, by the choices of visited nodes and the
        messages of the others.                                                                    -> round_choices
@@ -18,7 +18,7 @@ from minialpa.intra.solver.csr_graph import Core
 from minialpa.support.loops import compiled
 
 LARGEST_TREE = 50
-#: Probability that a node does not join the tree, for variety.
+#: Probability that a node does not join the tree.
 _LEAVE_OUT = 0.2
 _UNLIMITED = 2 * MOST_USAGE
 
@@ -27,9 +27,8 @@ class Tree(NamedTuple):
     """Buffers for one or a few trees. Place k has a node, after its parent.
 
     Attributes:
-        nodes: nodes[k] is the node at place k.
-        parent: parent[k] is the place of its parent; -1 for a root.
-        link: link[k] leads from the parent to it.
+        parent: a place; -1 for a root.
+        link: from the parent.
         place: the inverse of `nodes`; -1 for nodes outside of the tree.
         cost: cost[k, i] is the cost of strategy i with the best strategies below.
         best: best[k, i] is the best strategy if the parent takes strategy i.
@@ -48,7 +47,7 @@ class Tree(NamedTuple):
 
 @compiled
 def usage_of(core: Core, x: Ints) -> Ints:
-    """The usage of each row. x: the strategy of each node."""
+    """x: the strategy of each node."""
     used = np.zeros(len(core.slack), np.int64)
     for v in range(len(core.at) - 1):
         _add_usage(core, used, v, x[v], 1)
@@ -57,12 +56,12 @@ def usage_of(core: Core, x: Ints) -> Ints:
 
 @compiled
 def cost_of(core: Core, x: Ints) -> float:
-    """Cost without prices; infinite for a forbidden entry."""
+    """Without prices; infinite for a forbidden entry."""
     total = 0.0
     for v in range(len(core.at) - 1):
         cost = core.cost[core.at[v] + x[v]]
         total += cost if cost < core.forbidden else np.inf
-        # Later neighbours only: each edge counts once.
+        # Each edge counts once.
         for link in range(core.middle[v], core.links[v + 1]):
             w = core.other[link]
             cost = core.table[core.table_at[link] + x[v] * (core.at[w + 1] - core.at[w]) + x[w]]
@@ -72,7 +71,7 @@ def cost_of(core: Core, x: Ints) -> float:
 
 @compiled
 def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x: Ints) -> None:
-    """Step 1, in node order or backwards; writes `x`. Choices exceed the limit where no strategy fits."""
+    """Step 1, forward or backwards; writes `x`."""
     n_nodes = len(core.at) - 1
     used = np.zeros(len(core.slack), np.int64)
     ahead = np.empty(core.widest)
@@ -95,7 +94,7 @@ def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x
 
 @compiled
 def improve_on_trees(core: Core, priced: Floats, x: Ints, n_trees: int, seed: int) -> int:
-    """Step 2 for `n_trees` trees; changes `x` and returns the number of changed trees."""
+    """Step 2; changes `x` and returns the number of changed trees."""
     np.random.seed(seed)
     n_nodes = len(core.at) - 1
 
@@ -170,7 +169,7 @@ def n_joined(core: Core, tree: Tree, node: int) -> int:
 
 @compiled
 def node_costs(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> None:
-    """Write `old`, and to `cost` the cost of each strategy, with the edges to nodes outside of the tree."""
+    """Write `old`, and `cost` with the edges to nodes outside of the tree."""
     for k in range(count):
         node = tree.nodes[k]
         offset, size = core.at[node], core.at[node + 1] - core.at[node]
@@ -187,7 +186,7 @@ def node_costs(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> N
 
 @compiled
 def descend(core: Core, tree: Tree, count: int) -> None:
-    """Write the best strategies to `new` by dynamic programming, and add the nodes below to `cost`."""
+    """Write `new` by dynamic programming, and add the nodes below to `cost`."""
     # From the leaves up: the best strategy j of a child for strategy i of its parent.
     for k in range(count - 1, 0, -1):
         if tree.parent[k] < 0:
@@ -237,7 +236,7 @@ def gain(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> float:
 
 @compiled
 def _move(core: Core, tree: Tree, count: int, used: Ints) -> bool:
-    """Change `used` from `old` to `new`; if that exceeds a row with more usage, undo it and return False."""
+    """Change `used` from `old` to `new`, or undo it if that exceeds a row with more usage."""
     swap_usage(core, tree, count, used, 1)
 
     for k in range(count):
@@ -254,7 +253,7 @@ def _move(core: Core, tree: Tree, count: int, used: Ints) -> bool:
 
 @compiled
 def swap_usage(core: Core, tree: Tree, count: int, used: Ints, sign: int) -> None:
-    """Change `used` from `old` to `new`; back for sign -1."""
+    """sign: -1 to go back."""
     for k in range(count):
         if tree.new[k] != tree.old[k]:
             _add_usage(core, used, tree.nodes[k], tree.old[k], -sign)
@@ -263,7 +262,6 @@ def swap_usage(core: Core, tree: Tree, count: int, used: Ints, sign: int) -> Non
 
 @compiled
 def _add_usage(core: Core, used: Ints, node: int, i: int, sign: int) -> None:
-    """Add `sign` times the usage of strategy i to `used`."""
     for segment in range(core.segments[node], core.segments[node + 1]):
         usage = sign * core.usage[core.usage_at[segment] + i]
         if usage != 0:
@@ -273,10 +271,7 @@ def _add_usage(core: Core, used: Ints, node: int, i: int, sign: int) -> None:
 
 @compiled
 def forbid_full(core: Core, used: Ints, node: int, i: int, cost: Floats) -> None:
-    """Add `forbidden` to the `cost` of strategies of `node` that do not fit while all other nodes stay.
-
-    i: the strategy of `node` that `used` includes; -1 without one.
-    """
+    """Add `forbidden` to strategies of `node` that do not fit while all others stay. i: included in `used`, or -1."""
     for segment in range(core.segments[node], core.segments[node + 1]):
         usage_at = core.usage_at[segment]
         slack = _UNLIMITED

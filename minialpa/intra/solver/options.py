@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
-    """All numbers, by the part of the solver that reads them.
+    """By the part of the solver that reads them.
 
     `max_x` limits the number of x, and `x_pairs` the pairs of x. A search ends after `idle_x` without a gain.
 
     Phases (solve.py):
         small_program_entries: up to this size, the integer program is as quick as messages and replaces phase 3.
         small_relaxation_entries: largest size for phase 2.
-        program_entries_per_s: largest size of the integer program, per second left. Of a minute, PuLP takes a few
-            seconds to write this size.
+        program_entries_per_s: largest integer program, per second left. PuLP takes a few seconds of a minute to write
+            this size.
         max_rounds: of phases 1 and 3.
         worthwhile: part of the entries that a round must remove for the next round to run.
-        reserved: part of the time kept for local search after the integer program, if there is no solution yet.
+        reserved: part of the time for local search after the integer program, if there is no solution yet.
         enough: within this many allowed gaps, only small integer programs run.
         reductions_s: least seconds of reductions, without which most attempts have a forbidden pair.
 
@@ -39,8 +39,8 @@ class SolverOptions:
         searched_part: trees of this local search per node.
 
     Rounding (`Passes.improve`, `bracket`, `_round_under_high_prices`):
-        noise: on costs, as a part of the mean cost of a node. It is small beside real differences and large enough to
-            make one of many equal optima the cheapest.
+        noise: on costs, as a part of the mean cost of a node: small beside real differences, and large enough to make
+            one of many equal optima the cheapest.
         last_pairs: pairs at the best prices, with two roundings each.
         price_levels: prices tried while no choices keep to the limit, each ten times the price before. At the middle
             price, the largest usage in all rows costs as much as a forbidden pair.
@@ -52,7 +52,7 @@ class SolverOptions:
 
     Probes (`_probe`):
         max_probe_entries: probes times entries of the core, which bounds the time.
-        forced: nodes per probe that are forced to random strategies.
+        forced: nodes per probe with random strategies.
     """
 
     small_program_entries: int = 2_000

@@ -1,4 +1,4 @@
-"""A `CostGraph` goes in; a `Residual`, which reductions shrink, comes out, and leads back to the original choices.
+"""A `CostGraph` in; a `Residual`, which reductions shrink, out, and leads back to the original choices.
 
 Usage over time becomes rows, one for each maximal set of nodes that are live at the same time:
     base[r] + sum_v terms_v,r[s_v] <= limit                                              -> _add_usage_rows
@@ -30,7 +30,7 @@ Rows = tuple[int, int]
 class Elimination:
     """If each node `scope[k]` takes the strategy `domains[k][p_k]`, then `node` takes `best[p_1, ..., p_n]`.
 
-    `domains` and `best` have the original numbers of strategies.
+    Strategies have their original numbers.
     """
 
     node: int
@@ -45,14 +45,14 @@ class Residual:
 
     Attributes:
         costs: costs[v][i] is the cost of the i-th strategy that is left at node v.
-        kept: kept[v][i] is the original number of this strategy.
+        kept: kept[v][i] is its original number.
         adjacent: adjacent[v][w][i, j] is the cost of the edge; adjacent[w][v] is the transposed view.
         terms: terms[v][rows][i] is the usage of strategy i of v in each of `rows`, beyond `base`; its least entry is 0.
-        base: for each row, the usage of every solution.
-        rows: for each row, its original number.
-        limit: most usage in a row, base and terms together.
+        base: in each row, of every solution.
+        rows: original numbers.
+        limit: of base and terms together, in a row.
         offset: cost of all decided nodes.
-        alive: the undecided nodes, in order.
+        alive: undecided nodes, in order.
     """
 
     costs: list[Floats]
@@ -67,14 +67,14 @@ class Residual:
     alive: dict[int, None] = field(default_factory=dict)
 
     def choices(self, places: Mapping[int, int] | None = None) -> tuple[int, ...]:
-        """The original number of the strategy of each node; `places` has an index of `costs[v]` for each alive v."""
+        """The original number of each node's strategy; `places` has an index of `costs[v]` for each alive v."""
         places = places or {}
         assert self.alive.keys() == places.keys(), f"{len(self.alive)} nodes are not decided, {len(places)} are given"
         chosen = [0] * len(self.costs)
         for v, i in places.items():
             chosen[v] = int(self.kept[v][i])
 
-        # Backwards: a node depends only on nodes that were alive at its elimination.
+        # Backwards: a node depends on nodes that were alive at its elimination.
         for step in reversed(self.eliminations):
             at = (int(np.searchsorted(domain, chosen[w])) for w, domain in zip(step.scope, step.domains, strict=True))
             chosen[step.node] = int(step.best[tuple(at)])
@@ -98,7 +98,6 @@ class Residual:
 
 
 def without_rows(residual: Residual) -> Residual:
-    """A copy of `residual` without usage rows."""
     # Reductions change no array in place, so arrays are shared.
     return replace(
         residual,
@@ -146,8 +145,8 @@ def residual_of(graph: CostGraph) -> Residual:
 
 
 def _add_usage_rows(residual: Residual, usages: Sequence[NodeUsage]) -> None:
-    """Add a row at each start that an end follows: its live set is maximal."""
-    # At equal times, ends (0) sort before starts (1): intervals are half open.
+    """At each start that an end follows: its live set is maximal."""
+    # Ends (0) sort before starts (1): intervals are half open.
     events = sorted({(start, 1) for _, (start, _), _ in usages} | {(end, 0) for _, (_, end), _ in usages})
     row_starts = np.array([time for (time, kind), after in itertools.pairwise(events) if kind == 1 and after[1] == 0])
 
@@ -160,7 +159,6 @@ def _add_usage_rows(residual: Residual, usages: Sequence[NodeUsage]) -> None:
 
 
 def keep(residual: Residual, v: int, mask: Bools) -> None:
-    """Drop the strategies of v outside of `mask`."""
     residual.costs[v] = residual.costs[v][mask]
     residual.kept[v] = residual.kept[v][mask]
     for w, cost in residual.adjacent[v].items():
@@ -174,7 +172,7 @@ def keep(residual: Residual, v: int, mask: Bools) -> None:
 
 
 def add_term(residual: Residual, v: int, rows: Rows, usage: Ints) -> None:
-    """Add `usage`, by strategy of v, to `rows`: the minimum goes to `base`, the rest to a term."""
+    """The minimum of `usage`, by strategy of v, goes to `base`, the rest to a term."""
     if rows in residual.terms[v]:
         usage = usage + residual.terms[v].pop(rows)
     least = usage.min()
@@ -196,7 +194,7 @@ def check_base(residual: Residual) -> None:
 
 
 def room_for(residual: Residual, v: int) -> Bools:
-    """A mask of the strategies of v that fit in all rows if the other nodes use their least."""
+    """The strategies of v that fit in all rows if the other nodes use their least."""
     fits = np.ones(len(residual.costs[v]), bool)
     for (first, end), usage in residual.terms[v].items():
         fits &= usage <= residual.limit - residual.base[first:end].max()
@@ -222,7 +220,7 @@ def loosen_rows(residual: Residual) -> list[int]:
 
 
 def _renumber_terms(residual: Residual, node: int, n_before: Ints, most_base: int) -> bool:
-    """Give terms the row numbers `n_before`; returns whether to revisit `node`."""
+    """Whether to revisit `node`."""
     terms, residual.terms[node] = residual.terms[node], {}
     for (first, end), usage in terms.items():
         if n_before[first] < n_before[end]:
@@ -235,7 +233,7 @@ def _renumber_terms(residual: Residual, node: int, n_before: Ints, most_base: in
 
 
 def _term_changes(residual: Residual) -> tuple[Ints, Ints]:
-    """For each row, the most usage of the terms that start at it, and that end before it."""
+    """Most usage of the terms that start at each row, and that end before it."""
     starting, ending = np.zeros((2, len(residual.base) + 1), np.int64)
     for node in residual.alive:
         for (first, end), usage in residual.terms[node].items():
@@ -250,7 +248,7 @@ def _essential_rows(base: Ints, starting: Ints, ending: Ints) -> Bools:
 
     Row r implies row s if base[s] + U <= base[r], where U is the most usage of terms in row s but not in row r.
     """
-    # (row, usage that starts, usage that ends) of each kept row, since the previous one.
+    # (kept row, usage that starts, usage that ends) since the previous one.
     stack: list[tuple[int, int, int]] = []
     more = less = 0
     for row, (row_base, start, end) in enumerate(zip(base.tolist(), starting.tolist(), ending.tolist(), strict=False)):

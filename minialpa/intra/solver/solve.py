@@ -1,4 +1,4 @@
-"""A `CostGraph` goes in; the cheapest strategy of each node comes out, with a lower bound on the cost.
+"""A `CostGraph` in; the cheapest strategy of each node out, with a lower bound on the cost.
 
 `solve_graph` runs these phases and ends at the first proof of optimality:
     1. Simplify the graph without a change of the optimum (elimination.py, bucket.py).
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Best", "CostGraph", "Deadline", "Edge", "GraphSolution", "run_phases", "solve_graph"]
 
-#: Larger graphs load the compiled loops first; most smaller graphs never need them.
+#: Larger graphs load the compiled loops first.
 _FEW_NODES = 2000
-#: A gap up to this part of the cost counts as zero: sums of float64 round.
+#: A smaller gap, as a part of the cost, counts as zero: sums of float64 round.
 _EQUAL = 1e-9
 #: Nominal seconds of a solve without a deadline.
 _LIMIT_S = 60.0
@@ -46,10 +46,9 @@ def solve_graph(
 ) -> GraphSolution:  # fmt: skip
     """The cheapest choices, or the best ones found in time, with the proven lower bound.
 
-    Args:
-        deadline: limit on the work; the first reductions and a first attempt run even without time.
-        gap: part of the cost by which the choices may exceed the bound. Only a graph with a usage limit reads it.
-        cost_per_s: the solve ends when further work can save less than this cost per nominal second.
+    deadline: the first reductions and a first attempt run even without time.
+    gap: part of the cost by which the choices may exceed the bound. Only a graph with a usage limit reads it.
+    cost_per_s: the solve ends when further work can save less than this cost per nominal second.
 
     Raises InfeasibleError without choices that satisfy edges and usage limit, or without time to find any.
     """
@@ -61,7 +60,7 @@ def solve_graph(
 
 
 def run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
-    """Improve `best` by all phases, and leave the undecided nodes in `residual`.
+    """Improve `best`, and leave the undecided nodes in `residual`.
 
     prices: start prices of the rows that `residual` has at the call; updated in place.
     """
@@ -100,11 +99,9 @@ def _run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadli
 
 
 class Best:
-    """The best choices and the best lower bound of a solve so far.
+    """The best choices within the limit, and the best lower bound so far.
 
-    Attributes:
-        choices: the cheapest choices within the limit.
-        least_usage: least peak usage of choices beyond the limit, for the error message.
+    least_usage: least peak usage of choices beyond the limit, for the error message.
     """
 
     def __init__(self, graph: CostGraph, allowed_gap: AllowedGap) -> None:
@@ -114,7 +111,6 @@ class Best:
         self.least_usage: int | None = None
 
     def offer(self, choices: tuple[int, ...]) -> None:
-        """Take `choices` if they cost less and keep to the limit."""
         cost = self.graph.cost_of(choices)
         if not cost < self.cost:
             return
@@ -125,7 +121,7 @@ class Best:
             self.least_usage = usage if self.least_usage is None else min(self.least_usage, usage)
 
     def raise_bound(self, bound: float) -> None:
-        """Record that each solution cheaper than `cost` costs at least `bound`."""
+        """Each solution cheaper than `cost` costs at least `bound`."""
         self.bound = max(self.bound, min(bound, self.cost))
 
     @property
@@ -156,7 +152,7 @@ def _n_entries(residual: Residual) -> int:
 
 
 def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_entries: int) -> None:
-    """Phase 2; the cost of an optimum without a limit is a lower bound."""
+    """Phase 2; an optimum without a limit is a lower bound."""
     if not residual.alive:
         best.offer(residual.choices())
         best.raise_bound(best.cost)
@@ -172,7 +168,7 @@ def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_e
 
 
 def _bracket(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
-    # Imported here: most graphs of the planner end before this phase.
+    # Most graphs of the planner end before this phase.
     from minialpa.intra.solver.lagrange import bracket
 
     nodes = list(residual.alive)
@@ -186,12 +182,12 @@ def _bracket(residual: Residual, best: Best, prices: Floats, deadline: Deadline,
 
 
 def may_be_better(residual: Residual, best: Best, found: Bracket) -> Bools:
-    """A mask of the strategies that a better solution than `best` may have, in the order of `Core.cost`."""
+    """A mask of strategies of a better solution, in the order of `Core.cost`."""
     return residual.offset + found.bound + found.reduced <= best.cost
 
 
 def keep_only(residual: Residual, nodes: list[int], stays: Bools) -> None:
-    """Drop the strategies of `nodes` outside of the mask `stays`, but never all of a node."""
+    """stays: a mask. A node never loses all strategies."""
     ends = np.cumsum([len(residual.costs[v]) for v in nodes])[:-1]
     for node, mask in zip(nodes, np.split(stays, ends), strict=True):
         if mask.any() and not mask.all():
@@ -199,7 +195,7 @@ def keep_only(residual: Residual, nodes: list[int], stays: Bools) -> None:
 
 
 def _solve_rest(residual: Residual, best: Best, deadline: Deadline, options: SolverOptions) -> None:
-    """Phase 4, unless the program is too large for the time left."""
+    """Unless the program is too large for the time left."""
     from minialpa.intra.solver.ilp_model import solve_program
 
     if residual.alive and _n_entries(residual) > options.program_entries_per_s * deadline.left_s:

@@ -1,4 +1,4 @@
-"""A `Core` and messages go in; better messages and a lower bound on the cost of all choices come out.
+"""A `Core` and messages in; better messages and a lower bound on the cost of all choices out.
 
 Tree-reweighted message passing, sequential (TRW-S; Kolmogorov, 2006). Chains along which the node order rises cover the
 graph. Node v is on n_v = max(earlier links, later links) chains and gives each 1/n_v of its costs, with messages:
@@ -22,7 +22,7 @@ from minialpa.support.loops import compiled
 
 
 def exchange_messages(core: Core, priced: Floats, messages: Floats, x: Ints, n_pairs: int) -> None:
-    """`n_pairs` passes forward and as many back; changes `messages` and `x`."""
+    """Changes `messages` and `x`. A pair is a pass forward and one back."""
     reduced = np.empty_like(core.cost)
     for _ in range(n_pairs):
         for forward in (True, False):
@@ -31,7 +31,7 @@ def exchange_messages(core: Core, priced: Floats, messages: Floats, x: Ints, n_p
 
 @compiled
 def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
-    """Write to `priced`, for each strategy, cost + sum_r prices[r] * usage[r]."""
+    """For each strategy: cost + sum_r prices[r] * usage[r]."""
     # total[r]: price of the rows before r.
     total = np.zeros(len(prices) + 1)
     for r in range(len(prices)):
@@ -51,7 +51,7 @@ def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
 def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, reduced: Floats, x: Ints) -> float:
     """One pass; returns its bound, updates `messages`, and writes `reduced` and a choice for each node to `x`.
 
-    priced: cost of each strategy under prices, as `price_usage` writes it.
+    priced: by `price_usage`.
     """
     n_nodes = len(core.at) - 1
     theta, ahead = np.empty(core.widest), np.empty(core.widest)
@@ -77,7 +77,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
         else:
             end = middle
 
-        # The chains that continue over the links first, ..., end - 1 carry their share of `least` in the messages.
+        # The chains over the links first, ..., end - 1 carry their share of `least` in the messages.
         bound += least * (n_chains - (end - first)) / n_chains
         for link in range(first, end):
             bound += _send(core, messages, link, theta, size, 1.0 / n_chains, ahead)
@@ -88,7 +88,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
 def _collect(
     core: Core, priced: Floats, messages: Floats, forward: bool, v: int, x: Ints, theta: Floats, ahead: Floats
 ) -> None:
-    """Write theta_v to `theta`; to `ahead`, with edge costs to `x` in place of messages of visited neighbours."""
+    """Write `theta`; `ahead` has edge costs to `x` in place of messages of visited neighbours."""
     offset, size = core.at[v], core.at[v + 1] - core.at[v]
     for i in range(size):
         theta[i] = ahead[i] = priced[offset + i]
@@ -107,14 +107,14 @@ def _collect(
 
 @compiled
 def _send(core: Core, messages: Floats, link: int, theta: Floats, size: int, share: float, out: Floats) -> float:
-    """Send the message over `link`; returns delta. share: 1 / n_v. out: a buffer."""
+    """Returns delta. share: 1 / n_v. out: a buffer."""
     w = core.other[link]
     width = core.at[w + 1] - core.at[w]
     line, message = core.table_at[link], core.message_at[link]
     for j in range(width):
         out[j] = np.inf
 
-    # Row by row, the order of the table in memory. Slices, as numba does not vectorise indices that may be negative.
+    # In the order of the table in memory. Slices: numba does not vectorise indices that may be negative.
     for i in range(size):
         own, costs = share * theta[i] - messages[message + i], core.table[line : line + width]
         for j in range(width):

@@ -1,1 +1,1 @@
-"""An equation and a logical mesh go in; its strategies with their seconds come out, and the cost of resharding."""
+"""An equation and a logical mesh in; its strategies with their seconds out, and the cost of resharding."""

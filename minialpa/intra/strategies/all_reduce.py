@@ -1,4 +1,4 @@
-"""The shards of an array go in; their reduction along mesh axes comes out on every device.
+"""The shards of an array in; their reduction along mesh axes out on every device.
 
     sums                        integers wrap around in their dtype             psum
     maxima, minima              a NaN wins, and -0 < 0                          pmax, pmin of integers in the same order
@@ -20,12 +20,11 @@ from jax import lax
 
 from minialpa.rules.factors import Reduction, combine_along
 
-#: The reductions of booleans that are a minimum or a maximum.
+#: Reductions of booleans that are a minimum or a maximum.
 _OF_BOOLEANS: dict[Reduction, Reduction] = {"and": "min", "max": "max", "min": "min", "or": "max"}
 
 
 def is_gathered(how: Reduction, dtype: Any) -> bool:
-    """Whether the reduction `how` needs an all-gather."""
     if dtype == np.bool_:
         return how not in _OF_BOOLEANS
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
@@ -33,12 +32,12 @@ def is_gathered(how: Reduction, dtype: Any) -> bool:
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether `dtype` is an integer of less than eight bits."""
+    """Less than eight bits."""
     return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.iinfo(dtype).bits < 8
 
 
 def all_reduce(x: Any, names: Sequence[str], how: Reduction) -> Any:
-    """The reduction of `x` over all devices along the mesh axes `names`."""
+    """names: mesh axes."""
     if is_narrow(x.dtype):
         return all_reduce(x.astype(np.int8), names, how).astype(x.dtype)
     if is_gathered(how, x.dtype):
@@ -56,7 +55,7 @@ def all_reduce(x: Any, names: Sequence[str], how: Reduction) -> Any:
 
 
 def _ordered_integers(x: Any, how: Reduction) -> Any:
-    """Integers in the order of the floats `x`; a NaN is the largest, or for a minimum the smallest."""
+    """In the order of the floats `x`; a NaN is the largest, or for a minimum the smallest."""
     dtype = np.dtype(f"int{8 * x.dtype.itemsize}")
     bounds = np.iinfo(dtype)
     of_nan = np.array(bounds.max if how == "max" else bounds.min, dtype)
@@ -64,7 +63,6 @@ def _ordered_integers(x: Any, how: Reduction) -> Any:
 
 
 def _floats_of(ordered: Any, dtype: Any) -> Any:
-    """The reverse of `_ordered_integers`."""
     return lax.bitcast_convert_type(_reordered_bits(ordered), dtype)
 
 

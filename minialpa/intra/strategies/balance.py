@@ -1,4 +1,4 @@
-"""Specs of an equation with unequal work per position go in; exchanges that give devices equal work come out.
+"""Specs of an equation with unequal work per position in; exchanges that give devices equal work out.
 
 Under a causal mask, late query positions of an attention have more work. Of n devices, device i has halves 2i and
 2i + 1 of 2n. Devices i and n - 1 - i exchange their second halves, so that device i has halves 2i and 2n - 1 - 2i, one
@@ -29,9 +29,8 @@ from minialpa.support.identity import ById
 class Balance:
     """Exchanges around an equation.
 
-    Attributes:
-        share: work of the busiest device, as a part of its work without the exchange.
-        operands, results: the exchange of each array, before or after the equation, or None.
+    share: work of the busiest device, as a part of its work without the exchange.
+    operands, results: the exchange of each array, or None.
     """
 
     share: float
@@ -39,8 +38,8 @@ class Balance:
     results: tuple[ReshardStep | None, ...]
 
     def seconds(self, eqn: JaxprEqn, mesh: LogicalMesh) -> float:
-        """Seconds of all exchanges, at most: programs reuse earlier exchanges and compute positions."""
-        # An array that is several operands in one spec is exchanged once.
+        """At most: programs reuse earlier exchanges and compute positions."""
+        # Several operands in one spec are exchanged once.
         atoms, steps = (*eqn.invars, *eqn.outvars), (*self.operands, *self.results)
         moved = {
             (ById(atom), step): bytes_of(atom) for atom, step in zip(atoms, steps, strict=True) if step is not None
@@ -52,7 +51,7 @@ class Balance:
 def balance_of(
     factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: tuple[int, ...]
 ) -> Balance | None:
-    """The exchanges that give devices equal work in these specs; None if the work is equal or cannot be."""
+    """None if the work is equal or cannot be."""
     for factor in factors.ramps:
         axes = _axes_of(factors, operands, factor)
         n = math.prod(mesh_shape[axis] for axis in axes)
@@ -76,7 +75,6 @@ def _axes_of(factors: Factors, operands: Sequence[Spec], factor: int) -> tuple[i
 def _swaps(
     factor: int, axes: tuple[int, ...], arrays: Sequence[Dims], specs: Sequence[Spec]
 ) -> tuple[ReshardStep | None, ...]:
-    """For each array, the exchange along `factor`, or None."""
     steps = []
     for dims, spec in zip(arrays, specs, strict=True):
         dim = next((d for d, dim in enumerate(dims) if factor in dim), None)

@@ -1,4 +1,4 @@
-"""The factors of an equation and a mesh shape go in; its candidates, ways to split it without prices, come out.
+"""The factors of an equation and a mesh shape in; its candidates, ways to split it without prices, out.
 
 A candidate lets each mesh axis split one factor, pass a partial sum, or idle. This fixes all specs. Example:
 `dot_general` [i k], [k j] -> [i j] on a mesh of shape (2,):
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class PassedSum:
-    """A partial sum passes through the equation: `operands` and results hold summands."""
+    """`operands` and results hold summands."""
 
     operands: frozenset[int]
 
@@ -46,9 +46,8 @@ Specs = tuple[Spec, ...]
 class Bill:
     """Communication of a candidate.
 
-    Attributes:
-        finish: for each result, the all-reduce of a max or another eager reduction, or None.
-        moves: (result, made spec, left spec) for each result that is resharded.
+    finish: for each result, the all-reduce of a max or another eager reduction, or None.
+    moves: (result, made spec, left spec) for each result that is resharded.
     """
 
     finish: tuple[ReshardStep | None, ...]
@@ -81,13 +80,13 @@ class Candidates:
     Candidates with equal operands and results are one strategy, which takes the cheapest candidate.
 
     Attributes:
-        operands: [operand][strategy], the spec.
+        operands: [operand][strategy].
         made: [result][candidate if `has_choice`, else strategy], the spec as shards compute the result.
         results: [result][strategy], the spec for later equations.
-        bill_of: for each candidate, the index of its bill.
+        bill_of: by candidate, an index.
         strategies: for each strategy, its candidates.
-        first: for each strategy, its first candidate.
-        has_choice: whether any strategy has several candidates.
+        first: of these.
+        has_choice: any strategy has several candidates.
     """
 
     operands: tuple[Specs, ...]
@@ -112,7 +111,7 @@ def enumerate_candidates(
     most_splits: bool,
     kept: frozenset[int] = frozenset(),
 ) -> Candidates:
-    """All candidates of `eqn`; see `MeshStrategies.enumerate`. most_splits: only splits into the most shards."""
+    """See `MeshStrategies.enumerate`. most_splits: only splits into the most shards."""
     assignments = list(_assignments(factors, mesh_shape, required, n_pending, kept))
 
     if most_splits:
@@ -164,7 +163,6 @@ def follow_candidates(
 def _columns(
     candidates: Sequence[_Candidate], strategies: Sequence[tuple[int, ...]], n_operands: int, n_results: int
 ) -> Candidates:
-    """`candidates` as columns. strategies: the candidates of each strategy."""
     # Each bill is priced once.
     bills: dict[Bill, int] = {}
     bill_of = [bills.setdefault(candidate.bill, len(bills)) for candidate in candidates]
@@ -188,7 +186,7 @@ def _columns(
 
 
 def leads(eqn: JaxprEqn, given: Iterable[int]) -> list[int]:
-    """The operands `given` in the order in which they decide: largest first."""
+    """Operands decide in this order: largest first."""
     return sorted(given, key=lambda k: -bytes_of(eqn.invars[k]))
 
 
@@ -212,7 +210,7 @@ def _assignments(
     linear = PassedSum(frozenset(factors.linear_operands))
     free = [factor for factor in factors.splittable if factor not in required.values() and factor not in kept]
 
-    uses: list[Assignment] = []  # for each axis, what it may do
+    uses: list[Assignment] = []  # for each axis
     for axis, length in enumerate(mesh_shape):
         passes = (linear,) if factors.linear == "joint" and n_pending.get(axis, 0) else ()
         if length == 1:
@@ -229,7 +227,6 @@ def _assignments(
 
 
 def _splits(assignment: Assignment, mesh_shape: Shape) -> dict[int, int]:
-    """The number of parts of each split factor."""
     splits: dict[int, int] = {}
     for axis, factor in enumerate(assignment):
         if isinstance(factor, int):
@@ -259,7 +256,6 @@ def _legal_assignment(
 
 
 def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int) -> int | PassedSum | None:
-    """What `axis` does in operand `k` with this spec."""
     if axis in spec.partial:
         return _passed_sum(eqn, factors, k)
     for dim, axes in enumerate(spec.dims):
@@ -269,7 +265,6 @@ def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int)
 
 
 def _passed_sum(eqn: JaxprEqn, factors: Factors, k: int) -> PassedSum | None:
-    """How a partial sum in operand `k` passes, if it can."""
     if k not in factors.linear_operands:
         return None
     if factors.linear == "joint":
@@ -288,7 +283,7 @@ def _candidates_of(
     assignment: Assignment,
     leave: Callable[[Specs], Iterable[Specs]],
 ) -> Iterator[_Candidate]:
-    """A candidate for each of the specs in which `leave` leaves results."""
+    """leave: the specs in which results may be left."""
     operands = tuple(_operand_spec(factors, assignment, k) for k in range(len(eqn.invars)))
     made = tuple(_made_spec(factors, assignment, r) for r in range(len(eqn.outvars)))
     finish = tuple(eager_reductions(factors, operands, made, mesh_shape))
@@ -336,7 +331,7 @@ def _made_spec(factors: Factors, assignment: Assignment, r: int) -> Spec:
 def eager_reductions(
     factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: Shape
 ) -> list[ReshardStep | None]:
-    """For each result, the all-reduce of a max or another reduction that cannot wait, or None."""
+    """For each result, the all-reduce of a reduction that cannot wait, or None."""
     if all(reduction == "sum" for reduction in factors.reductions.values()):
         return [None] * len(made)
     axes_of = _reduced_axes(factors, operands)
@@ -344,7 +339,7 @@ def eager_reductions(
 
 
 def _reduced_axes(factors: Factors, operands: Sequence[Spec]) -> dict[int, tuple[int, ...]]:
-    """The mesh axes of each split factor whose reduction is no sum."""
+    """Without sums."""
     axes_of: dict[int, tuple[int, ...]] = {}
     for k, spec in enumerate(operands):
         for dim, axes in enumerate(spec.dims):
@@ -401,7 +396,7 @@ def nearest_candidate(
 ) -> tuple[Specs, Specs]:
     """Operands and made results of the candidate that follows the first use of each axis in these specs.
 
-    They equal the given specs if these are a candidate. Axes of the specs must be mesh axes with several devices.
+    A candidate stays. Axes of the specs must be mesh axes with several devices.
     """
     uses = [_first_use(eqn, factors, operands, made, axis) for axis in range(len(mesh_shape))]
     assignment = _legal_assignment(factors, mesh_shape, uses, range(len(uses)))
@@ -413,7 +408,7 @@ def nearest_candidate(
 
 
 def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, axis: int) -> int | PassedSum | None:
-    """The factor that `axis` splits in the first array; else the partial sum that passes along `axis`."""
+    """The factor that `axis` splits in the first array; else the partial sum that passes."""
     for arrays, specs in ((factors.operands, operands), (factors.results, made)):
         for dims, spec in zip(arrays, specs, strict=True):
             for dim, axes in zip(dims, spec.dims, strict=True):

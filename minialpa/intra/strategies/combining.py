@@ -1,4 +1,4 @@
-"""The equations of a program go in; the groups of sums whose collectives start together come out.
+"""The equations of a program in; the groups of sums whose collectives start together out.
 
 Compilers combine all-reduces that do not wait for each other, so that they share the latency of one start:
     group 0     sums of gradients, and values that neither need a gradient nor lead to one, such as the loss
@@ -33,10 +33,9 @@ StartCounts = tuple[tuple[CollectiveKind, tuple[int, ...], int], ...]
 class Sharing:
     """How many sums start together.
 
-    Attributes:
-        kinds: kinds of collectives that can start together.
-        n: without `counted`, the size of the group: each sum is priced as if all n had its kind and axes.
-        counted: the starts of an earlier solution. A start that is not in it is paid in full.
+    kinds: of collectives that can start together.
+    n: without `counted`, the size of the group: each sum is priced as if all n had its kind and axes.
+    counted: the starts of an earlier solution. A start that is not in it is paid in full.
     """
 
     kinds: tuple[CollectiveKind, ...] = ()
@@ -44,7 +43,7 @@ class Sharing:
     counted: StartCounts | None = None
 
     def of(self, kind: CollectiveKind, axes: tuple[int, ...]) -> int:
-        """How many collectives start together with one of this kind along these axes, itself included."""
+        """Collectives that start together with one of this kind along these axes, itself included."""
         if kind not in self.kinds:
             return 1
         if self.counted is None:
@@ -68,9 +67,7 @@ def combined_sums(mesh: LogicalMesh, option: AutoShardingOption) -> tuple[Collec
 class SumGroups(NamedTuple):
     """Sums of a program that start together.
 
-    Attributes:
-        number: the group of each variable in a group.
-        n_together: the reductions and gradients in this group, at least 1.
+    n_together: the reductions and gradients in this group, at least 1.
     """
 
     number: Mapping[Var, int]
@@ -89,7 +86,7 @@ def sum_groups(eqns: tuple[JaxprEqn, ...]) -> SumGroups:
 
 
 def _reductions_by_depth(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
-    """The depth of each result of a reduction, from 1."""
+    """From 1."""
     depth: dict[Var, int] = {}
     sums: dict[Var, int] = {}
 

@@ -25,7 +25,7 @@ _ORDERS = frozenset(("ge", "gt", "le", "lt"))
 
 
 def compared_values(eqns: Sequence[JaxprEqn]) -> frozenset[Var]:
-    """The float variables of `eqns`, in order, that a comparison reads, also through linear equations and casts."""
+    """The float variables of `eqns` that a comparison reads, also through linear equations and casts."""
     found = set[Var]()
     for eqn in reversed(eqns):
         found.update(_compared_operands(eqn, found))
@@ -33,7 +33,7 @@ def compared_values(eqns: Sequence[JaxprEqn]) -> frozenset[Var]:
 
 
 def _compared_operands(eqn: JaxprEqn, found: set[Var]) -> Iterable[Var]:
-    """found: compared variables among the results of `eqn`, and among later variables."""
+    """found: compared variables among results of `eqn` and later ones."""
     name = eqn.primitive.name
     if name in _EQUALITIES or (name in _ORDERS and not any(map(is_literal, eqn.invars))):
         return _floats(eqn.invars)
@@ -58,7 +58,7 @@ def _floats(atoms: Sequence[Atom]) -> list[Var]:
 
 @functools.lru_cache(2**14)
 def _tests_equality(eqn: JaxprEqn) -> bool:
-    """Whether the body of a loop or branch compares floats for equality."""
+    """Whether a loop or branch tests equality inside."""
     return any(
         (inner.primitive.name in _EQUALITIES and any(map(is_inexact, operand_vars(inner)))) or _tests_equality(inner)
         for body in sub_jaxprs(eqn)

@@ -1,4 +1,4 @@
-"""A `scan` goes in; its body comes out, as equations that are planned like the equations around the scan.
+"""A `scan` in; its body out, as equations that are planned like the equations around the scan.
 
 All iterations are sharded alike. Constants, and slices of stacked inputs, have the specs of the operands of the scan.
 Carries leave an iteration in the spec in which they enter it. Collectives of the body run in every iteration.
@@ -28,10 +28,7 @@ from minialpa.tracing.flattening import flat_body
 
 @dataclass(frozen=True, slots=True)
 class ScanBody:
-    """One iteration of a scan of `length` iterations.
-
-    flat: from constants, carries and slices to carries and slices of the results.
-    """
+    """One iteration of a scan. flat: from constants, carries and slices to carries and slices of the results."""
 
     flat: Block
     n_consts: int
@@ -40,7 +37,7 @@ class ScanBody:
 
     @property
     def n_lead(self) -> int:
-        """The number of operands before the stacked ones."""
+        """Operands before the stacked ones."""
         return self.n_consts + self.n_carry
 
     @property
@@ -54,7 +51,7 @@ class ScanBody:
         return tuple(v for v in self.flat.outvars[: self.n_carry] if not is_literal(v))
 
     def inner_operand(self, k: int, spec: Spec) -> Spec:
-        """The spec of operand `k` inside the body: for a stacked operand, the spec of a slice."""
+        """A slice of a stacked operand has one dimension less."""
         return spec if k < self.n_lead else Spec(spec.dims[1:], spec.partial)
 
     def outer_operand(self, k: int, spec: Spec) -> Spec:
@@ -68,7 +65,7 @@ class ScanBody:
 
 
 def scan_body(eqn: JaxprEqn) -> ScanBody | None:
-    """The body of a scan with at least one iteration and a product or convolution; None for other equations."""
+    """None without iterations, products and convolutions."""
     if eqn.primitive.name != "scan" or not eqn.params["length"] or not has_contraction(eqn):
         return None
     return ScanBody(_flat_body(eqn.params["jaxpr"]), *scan_counts(eqn), eqn.params["length"])
@@ -91,7 +88,7 @@ def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> d
         if dim is not None and dim >= stacked:
             inside[inner] = dim - stacked
 
-    # A carry may enter without examples and leave with examples, which another round passes on.
+    # Another round passes on the examples of a carry that enters without and leaves with examples.
     for _ in range(scan.n_carry + 1):
         for one in flat.eqns:
             inside.update(_made_of_examples(one, inside))
@@ -125,8 +122,8 @@ def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
 
 
 def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:
-    """Specs of the variables of an iteration, and of its results."""
-    # Constants are a part of the program, so every device has all of them.
+    """Of variables, and of results."""
+    # Every device has all constants, as parts of the program.
     flat = body.flat
     specs = {var: Spec.replicated(len(shape_of(var))) for var in flat.constvars}
     for k, (var, spec) in enumerate(zip(flat.invars, chosen.operands, strict=True)):

@@ -1,4 +1,4 @@
-"""The equations of a program go in; the values whose collectives other work can hide come out.
+"""The equations of a program in; the values whose collectives other work can hide out.
 
 A GPU computes while its links are busy, if it has work that neither makes nor needs the data on the links. All the work
 of a program can run beside the collectives of two kinds of values:
@@ -29,11 +29,10 @@ def hidden_values(
 ) -> frozenset[Var]:
     """The values of a program whose collectives its work can hide.
 
-    Args:
-        live_on_entry: the `invars` that exist before the program starts.
-        required_outputs: the results for which later work waits.
-        in_loop: whether the iterations before and after run beside the program. Otherwise, operands of the first
-            contraction and values made of the last one have no work beside them.
+    live_on_entry: the `invars` that exist before the program starts.
+    required_outputs: the results for which later work waits.
+    in_loop: whether the iterations before and after run beside the program. Otherwise, operands of the first
+        contraction and values made of the last one have no work beside them.
     """
     ahead = set(live_on_entry)
     for eqn in eqns:

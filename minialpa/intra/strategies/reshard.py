@@ -1,4 +1,4 @@
-"""An array and two specs go in; the cheapest chain of steps between the specs comes out, with its seconds.
+"""An array and two specs in; the cheapest chain of steps between the specs out, with its seconds.
 
 A step is an operation on shards: cut a dimension or zero all copies but one (`mask`), both free; all-gather,
 all-reduce, reduce-scatter, all-to-all. Example: S0,R to R,S0 is one all-to-all, R,R+P0 to S0,R one reduce-scatter.
@@ -22,13 +22,18 @@ from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind, as_one_of
 from minialpa.errors import ShardingError
 from minialpa.intra.strategies.combining import ALONE, Sharing
+from minialpa.ir.equations import Atom, is_in_host
 from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
-ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap", "cut-halves"]
-#: Seconds of every step: among paths of equal communication, the shortest is the cheapest.
+ReshardKind = Literal[
+    "cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap", "cut-halves", "rotate"
+]
+#: All kinds except a cut.
+_EXCHANGES = ("mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+#: Seconds of every step: of paths with equal communication, the shortest is the cheapest.
 _STEP_S = 1e-13
-#: Further seconds of a mask, so that a partial sum needs a reason.
+#: Of a mask, so that a partial sum needs a reason.
 _MASK_S = 1e-12
 
 
@@ -38,11 +43,12 @@ class ReshardStep:
 
     Attributes:
         kind: `mask` makes a partial sum of a replicated array, with zeros on all devices except the first. `swap`
-            exchanges halves (balance.py). `cut-halves` is a cut and a swap of a replicated array at once.
-        axes: mesh axes along which devices communicate.
+            exchanges halves (balance.py). `cut-halves` is a cut and a swap of a replicated array at once. `rotate`
+            shifts the whole array by `shift` positions (rotation.py).
         dim: the dimension that is cut, gathered, scattered to, split by an all-to-all, or swapped.
         source: the dimension that an all-to-all joins.
         reduction: of an all-reduce; a reduce-scatter sums.
+        sent: the part of its shard that a device sends in a `rotate`.
     """
 
     kind: ReshardKind
@@ -52,9 +58,11 @@ class ReshardStep:
     dim: int = 0
     source: int = 0
     reduction: Reduction = "sum"
+    shift: int = 0
+    sent: float = 1.0
 
     def collective(self, n_bytes: float, mesh_shape: tuple[int, ...]) -> Collective | None:
-        """The collective for a whole array of `n_bytes`; None for a local step."""
+        """For a whole array of `n_bytes`; None for a local step."""
         match self.kind:
             case "cut" | "mask" | "cut-halves":
                 return None
@@ -62,6 +70,9 @@ class ReshardStep:
                 return Collective("all-gather", n_bytes / self.dst.n_shards(mesh_shape), self.axes)
             case "swap":
                 return Collective("collective-permute", n_bytes / self.src.n_shards(mesh_shape) / 2, self.axes)
+            case "rotate":
+                n_sent = n_bytes / self.src.n_shards(mesh_shape) * self.sent
+                return Collective("collective-permute", n_sent, self.axes)
             case _:
                 kind: CollectiveKind = self.kind
                 return Collective(kind, n_bytes / self.src.n_shards(mesh_shape), self.axes)
@@ -72,7 +83,7 @@ def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
     for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
         if set(axes) <= set(src.partial):
             rest = _without_axes(src.partial, axes)
-            # All pending axes at once: sums over one axis after the other do not start together with others.
+            # All pending axes at once: sums over one axis after the other would start alone.
             if not rest:
                 yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims))
             for dim, dst in _onto_dims(axes, Spec(src.dims, rest), shape, mesh_shape):
@@ -91,7 +102,7 @@ def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
 def _steps_off(
     axes: tuple[int, ...], src: Spec, dim: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> Iterator[ReshardStep]:
-    """Steps that take `axes`, the innermost split of dimension `dim`, off this dimension."""
+    """Take `axes`, the innermost split of dimension `dim`, off it."""
     gathered = Spec((*src.dims[:dim], src.dims[dim][: -len(axes)], *src.dims[dim + 1 :]), src.partial)
     yield ReshardStep(kind="all-gather", axes=axes, src=src, dst=gathered, dim=dim)
     if len(axes) == 1:
@@ -107,7 +118,6 @@ def _without_axes(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
 def _onto_dims(
     axes: tuple[int, ...], spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> Iterator[tuple[int, Spec]]:
-    """Each dimension of `spec` that `axes` can split further, and the resulting spec."""
     for dim, split in enumerate(spec.dims):
         if split and split[-1] > axes[0]:
             continue
@@ -117,7 +127,7 @@ def _onto_dims(
 
 
 def partial_specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[Spec]:
-    """Every spec of an array of `shape`, partial sums included."""
+    """Every spec, partial sums included."""
     live = [axis for axis, length in enumerate(mesh_shape) if length > 1]
     for spec in specs_of(shape, mesh_shape):
         free = [axis for axis in live if axis not in spec.axes]
@@ -129,10 +139,8 @@ def partial_specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Ite
 class ReshardTable:
     """All shortest paths between the specs of one array.
 
-    Attributes:
-        number: the index of each spec.
-        seconds: [i, j], from spec i to spec j; inf without a path.
-        first: [i, j], the index in `steps` of the first step from spec i to spec j.
+    seconds: [i, j], from spec i to spec j; inf without a path.
+    first: [i, j], the index in `steps` of the first step from spec i to spec j.
     """
 
     number: dict[Spec, int]
@@ -144,15 +152,14 @@ class ReshardTable:
         return float(self.seconds[self.number[src], self.number[dst]])
 
     def numbers(self, specs: Sequence[Spec]) -> NDArray[np.int64]:
-        """Indices of `specs`, equal for all tables that share `number`."""
+        """Equal for all tables that share `number`."""
         return np.array([self.number[spec] for spec in specs], np.int64)
 
     def between(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds from each spec of `src` to each spec of `dst`."""
         return self.seconds[src[:, None], dst]
 
     def path(self, src: Spec, dst: Spec) -> tuple[ReshardStep, ...]:
-        """The steps from `src` to `dst`. Raises ShardingError if the options forbid every path."""
+        """Raises ShardingError if the options forbid every path."""
         path: list[ReshardStep] = []
         at, end = self.number[src], self.number[dst]
         while at != end:
@@ -169,8 +176,8 @@ class ReshardTable:
 def same_divisors(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
     """One shape for all shapes that a mesh can split in the same ways.
 
-    A size s > 1 on n devices becomes gcd(s, n) * (n + 1); n + 1 has no divisor in common with n. Example: on 4 devices,
-    6 and 10 become 10.
+    A size s > 1 on n devices becomes gcd(s, n) * (n + 1); n + 1 has no divisor in common with n. On 4 devices, 6 and 10
+    become 10.
     """
     n_devices = math.prod(mesh_shape)
     return tuple(size if size < 2 else math.gcd(size, n_devices) * (n_devices + 1) for size in shape)
@@ -180,10 +187,9 @@ def same_divisors(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[
 class _StepGraph:
     """All specs and steps of arrays that can be split in the same ways.
 
-    Attributes:
-        ends: for each step, the numbers of the specs before and after it.
-        bill_of: for each step, the index in `bills` of a step with the same price.
-        bills: one step per kind, axes and number of shards of the communicated value.
+    ends: for each step, the numbers of the specs before and after it.
+    bill_of: for each step, the index in `bills` of a step with the same price.
+    bills: one step per kind, axes and number of shards of the communicated value.
     """
 
     number: dict[Spec, int]
@@ -216,6 +222,11 @@ def _step_graph(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _StepGra
     )
 
 
+def forbidden_for(atom: Atom, forbidden: tuple[str, ...]) -> tuple[str, ...]:
+    """The forbidden kinds of steps of an array. Arrays in host memory are not exchanged."""
+    return _EXCHANGES if is_in_host(atom.aval) else forbidden
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def reshard_table(
     shape: tuple[int, ...],
@@ -227,11 +238,9 @@ def reshard_table(
 ) -> ReshardTable:
     """Seconds and first step of the cheapest path between each two specs of an array.
 
-    Args:
-        shape, n_bytes: of the whole array.
-        sharing: how many sums start together.
-        forbidden: kinds of steps that the options forbid.
-        forbidden_s: seconds of a forbidden step; a finite value finds the paths with the fewest forbidden steps.
+    shape, n_bytes: of the whole array.
+    sharing: how many sums start together.
+    forbidden_s: seconds of a forbidden step; a finite value finds the paths with the fewest forbidden steps.
     """
     graph = _step_graph(same_divisors(shape, mesh.shape), mesh.shape)
     prices = [
@@ -245,7 +254,7 @@ def reshard_table(
 
 
 def _shortest_paths(graph: _StepGraph, prices: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """`ReshardTable.seconds` and `.first`. prices: seconds of each of `graph.bills`."""
+    """`ReshardTable.seconds` and `.first`. prices: seconds of `graph.bills`."""
     n_specs = len(graph.number)
     direct = [[math.inf] * n_specs for _ in range(n_specs)]
     step_of = [[0] * n_specs for _ in range(n_specs)]

@@ -1,4 +1,4 @@
-"""Equations go in; the same equations come out, with copies of values that several contractions of a task read.
+"""Equations in; the same equations out, with copies of values that several contractions of a task read.
 
 Each reader of a value pays for resharding it, on an edge of the cost graph. The readers of a copy share one resharding.
 The copy itself takes no time in the program.
@@ -27,7 +27,7 @@ _SHARED_NAME = "minialpa_shared"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An equation, or a copy in front of the equation `number`; `copied` is the original of the copy."""
+    """An equation, or a copy of `copied` in front of equation `number`."""
 
     eqn: JaxprEqn
     number: int
@@ -35,7 +35,7 @@ class Placed:
 
 
 def shared_copies() -> Callable[[Var], tuple[JaxprEqn, Var]]:
-    """A function from a value to (the equation that copies it, the copy)."""
+    """From a value to (the equation that copies it, the copy)."""
     return unary_equation(lambda x: checkpoint_name(x, _SHARED_NAME))
 
 
@@ -44,10 +44,7 @@ def is_shared_copy(eqn: JaxprEqn) -> bool:
 
 
 def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Placed]:
-    """`eqns` with the copies, each in front of its first reader.
-
-    tasks: the task of each equation; None excludes the equation.
-    """
+    """`eqns` with the copies, each in front of its first reader. tasks: of each equation; None excludes it."""
     copy_of = shared_copies()
     copies: dict[int, list[Placed]] = defaultdict(list)
     renamed: dict[int, dict[Var, Any]] = defaultdict(dict)
@@ -66,14 +63,13 @@ def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Pla
 
 
 def _shared_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[tuple[Var, list[int]]]:
-    """The values to copy, each with the numbers of its readers."""
     made = {var for eqn, task in zip(eqns, tasks, strict=True) if task is not None for var in eqn.outvars}
     readers: dict[tuple[Var, Hashable], list[int]] = defaultdict(list)
 
     for i, (eqn, task) in enumerate(zip(eqns, tasks, strict=True)):
         if task is not None and has_contraction(eqn):
             for var in dict.fromkeys(operand_vars(eqn)):
-                # Only operands of products: loops around products read other values, too.
+                # Only operands of products: loops around products read other values.
                 if var in made and len(shape_of(var)) > 1 and is_inexact(var):
                     readers[var, task].append(i)
     return [(var, numbers) for (var, _), numbers in readers.items() if len(numbers) > 1]

@@ -1,4 +1,4 @@
-"""The candidates of an equation (candidates.py) go in; its strategies, with their seconds, come out.
+"""The candidates of an equation (candidates.py) in; its strategies, with their seconds, out.
 
 A *candidate* is a choice of specs for the operands and results of an equation. Its *bill* lists its collectives.
 Candidates with equal specs that differ in the collectives between are one strategy, at the price of the cheapest. Each
@@ -24,6 +24,7 @@ from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs
 from minialpa.intra.strategies.combining import Sharing
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
+from minialpa.intra.strategies.rotation import rotation_of
 from minialpa.intra.strategies.work import idle_s, work_of
 from minialpa.ir.equations import aval_of, bytes_of, shape_of
 from minialpa.rules.expensive import has_contraction
@@ -35,10 +36,9 @@ from minialpa.sharding import EquationSpecs, Spec
 class StrategySet:
     """Strategies of one equation, as columns with an entry per strategy.
 
-    Attributes:
-        operands, made, results: [operand or result][strategy], see `EquationSpecs`.
-        communication_s: seconds of resharding `made` to `results`, of eager reductions and of balancing.
-        balanced: the strategies in which devices exchange halves of their shards (balance.py).
+    operands, made, results: [operand or result][strategy], see `EquationSpecs`.
+    communication_s: seconds of resharding `made` to `results`, of eager reductions and of balancing.
+    balanced: the strategies in which devices exchange halves of their shards (balance.py).
     """
 
     operands: tuple[tuple[Spec, ...], ...]
@@ -73,7 +73,7 @@ class StrategySet:
 
 
 def splits_most(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
-    """Whether only the candidates with the most shards are considered.
+    """Whether only the candidates with the most shards count.
 
     For an unknown kind of device, compute has no price, so replicated compute would be the cheapest.
     """
@@ -89,7 +89,7 @@ def priced(
     sharing: Sharing,
     gather_s: float | None = None,
 ) -> StrategySet:
-    """The strategies of an equation, each with its cheapest candidate.
+    """Each strategy with its cheapest candidate.
 
     sharing: how many reductions of one kind over the same axes start together and share one latency.
     gather_s: seconds of a reduction that needs an all-gather, if all-gathers are forbidden.
@@ -108,18 +108,29 @@ def priced(
         picks = np.array([min(choice, key=seconds.__getitem__) for choice in candidates.strategies], np.int64)
         made = tuple(tuple(column[number] for number in picks) for column in made)
 
+    communication = communication[picks]
+    if factors.shifts:
+        communication = communication + np.array(
+            [_rotation_s(eqn, factors, spec, mesh) for spec in candidates.operands[0]]
+        )
     strategies = StrategySet(
         operands=candidates.operands,
         made=made,
         results=candidates.results,
         compute_s=compute[picks],
-        communication_s=communication[picks],
+        communication_s=communication,
     )
     return _balanced(eqn, factors, mesh, strategies) if factors.ramps else strategies
 
 
+def _rotation_s(eqn: JaxprEqn, factors: Factors, operand: Spec, mesh: LogicalMesh) -> float:
+    step = rotation_of(factors, operand, mesh.shape)
+    collective = step.collective(bytes_of(eqn.invars[0]), mesh.shape) if step is not None else None
+    return collective.seconds(mesh) if collective is not None else 0.0
+
+
 def _balanced(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, strategies: StrategySet) -> StrategySet:
-    """The same strategies, balanced where the exchange takes less time than it saves.
+    """Balanced where the exchange takes less time than it saves.
 
     For an unknown kind of device, compute has no price: every strategy that can be balanced is.
     """

@@ -1,4 +1,4 @@
-"""An equation goes in; its `StrategySet` comes out, computed once per kind of equation.
+"""An equation in; its `StrategySet` out, computed once per kind of equation.
 
 Most equations of a model differ from an earlier one only in the names of variables and share its `StrategySet`.
 Equations whose sizes have the same divisors share `Candidates`, on all meshes of one shape. Keys hold tuples of specs
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
@@ -26,9 +26,9 @@ from minialpa.intra.strategies.candidates import (
     same_operands,
 )
 from minialpa.intra.strategies.combining import Sharing
-from minialpa.intra.strategies.reshard import ReshardTable, reshard_table, same_divisors
+from minialpa.intra.strategies.reshard import ReshardTable, forbidden_for, reshard_table, same_divisors
 from minialpa.intra.strategies.strategies import StrategySet, priced, splits_most
-from minialpa.ir.equations import dtype_name, is_constraint, shape_of, sub_jaxprs
+from minialpa.ir.equations import bytes_of, dtype_name, is_constraint, shape_of, sub_jaxprs
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
 from minialpa.support.identity import ById
@@ -47,9 +47,7 @@ _KEY_BYTES = 500
 class StrategyKey:
     """A kind of equations, which differ only in the names of variables and so have equal strategies.
 
-    Equations of one kind share one `StrategyKey`.
-
-    same: for each operand, the first operand that is the same variable.
+    same: see `same_operands`.
     """
 
     factors: Factors
@@ -58,7 +56,7 @@ class StrategyKey:
 
 
 class _Options(NamedTuple):
-    """Hashable arguments of `MeshStrategies.enumerate`."""
+    """Of `MeshStrategies.enumerate`, hashable."""
 
     required: tuple[tuple[int, int | None], ...]
     n_pending: tuple[tuple[int, int], ...]
@@ -113,7 +111,7 @@ class _ShapeCandidates:
         return self._memo.get_or_make((ById(table.number), ById(specs)), lambda: table.numbers(specs))
 
     def _deduplicated(self, candidates: Candidates) -> Candidates:
-        """`candidates` with specs that can be compared by identity."""
+        """With specs that can be compared by identity."""
         return replace(
             candidates,
             operands=tuple(map(self._all_shapes.same, candidates.operands)),
@@ -160,12 +158,11 @@ class MeshStrategies:
     ) -> StrategySet:
         """All strategies of `eqn`.
 
-        Args:
-            required: for some axes, the factor that the axis, and no other axis, must split; None for an axis that may
-                only pass partial sums.
-            n_pending: for each axis, how many operands may be partial sums along it.
-            scatter: whether partial sums may be reduce-scattered.
-            kept: factors that only the axes in `required` may split.
+        required: for some axes, the factor that the axis, and no other axis, must split; None for an axis that may only
+            pass partial sums.
+        n_pending: for each axis, how many operands may be partial sums along it.
+        scatter: whether partial sums may be reduce-scattered.
+        kept: factors that only the axes in `required` may split.
         """
         options = _Options(tuple(required.items()), tuple(sorted(n_pending.items())), scatter, kept)
 
@@ -195,18 +192,20 @@ class MeshStrategies:
     def _priced_strategies(self, eqn: JaxprEqn, kind: StrategyKey, candidates: Candidates) -> StrategySet:
         return priced(eqn, kind.factors, self._mesh, candidates, sharing=self._sharing, gather_s=self._gather_s)
 
-    def reshard_s(self, shape: tuple[int, ...], n_bytes: float, made: Specs, required: Specs) -> NDArray[np.float64]:
-        """Seconds of resharding an array, [spec in `made`, spec in `required`]."""
+    def reshard_s(self, var: Var, made: Specs, required: Specs) -> NDArray[np.float64]:
+        """[spec in `made`, spec in `required`]."""
+        shape, n_bytes, forbidden = shape_of(var), bytes_of(var), forbidden_for(var, self._forbidden)
 
         def make() -> NDArray[np.float64]:
-            table = reshard_table(shape, n_bytes, self._mesh, self._forbidden, self._sharing, self._forbidden_s)
+            table = reshard_table(shape, n_bytes, self._mesh, forbidden, self._sharing, self._forbidden_s)
             return table.between(self._shape.numbers(table, made), self._shape.numbers(table, required))
 
-        return self._tables.get_or_make((self, shape, n_bytes, ById(made), ById(required)), make)
+        key = (self, shape, n_bytes, forbidden, ById(made), ById(required))
+        return self._tables.get_or_make(key, make)
 
 
 class StrategyCache:
-    """The cache for all meshes, which several problems may share."""
+    """For all meshes; several problems may share it."""
 
     def __init__(self) -> None:
         self._memo = _Memo()
@@ -216,7 +215,7 @@ class StrategyCache:
     def of(
         self, mesh: LogicalMesh, forbidden: tuple[str, ...], sharing: Sharing, forbidden_s: float = math.inf
     ) -> MeshStrategies:
-        """For the arguments, see `reshard_table`."""
+        """See `reshard_table`."""
         shape = self._memo.get_or_make(("shape", mesh.shape), lambda: _ShapeCandidates(mesh.shape, self._memo))
         return self._memo.get_or_make(
             (mesh, forbidden, sharing, forbidden_s),
@@ -224,7 +223,7 @@ class StrategyCache:
         )
 
     def same(self, specs: Specs) -> Specs:
-        """One tuple for all tuples equal to `specs`, for keys by identity."""
+        """One tuple for all equal tuples, for keys by identity."""
         return self._memo.same(specs)
 
     def kind_of(self, eqn: JaxprEqn) -> StrategyKey:
@@ -245,9 +244,10 @@ class StrategyCache:
 
 
 def _structure(factors: Factors) -> Hashable:
-    """All properties of `factors` on which candidates depend, except sizes of factors with equal work."""
+    """All properties on which candidates depend, except sizes of factors with equal work."""
     return (
         factors.operands, factors.results, tuple(factors.reductions.items()), factors.blocked, factors.linear,
         factors.linear_operands, factors.unaffected, factors.counted_once, factors.positional,
         tuple((factor, ramp, factors.sizes[factor]) for factor, ramp in factors.ramps.items()),
+        tuple(factors.shifts.items()),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""An equation and a device go in; the seconds of its compute come out: arithmetic, bytes and idle processors.
+"""An equation and a device in; the seconds of its compute out: arithmetic, bytes and idle processors.
 
 Attentions without a cuDNN kernel (float32, biases or masks) run in blocks (`attention.blockwise`), with float32 scores
 in memory. Compiled programs for H100s have these counts:
@@ -33,12 +33,15 @@ from minialpa.attention.blockwise import SIDE
 from minialpa.attention.cudnn import takes
 from minialpa.cluster import DeviceSpec, LogicalMesh
 from minialpa.intra.strategies.candidates import Candidates
-from minialpa.ir.equations import aval_of, bytes_of, dtype_name, is_inexact, shape_of, sub_jaxprs
+from minialpa.ir.equations import aval_of, bytes_of, dtype_name, is_inexact, moves_memory, shape_of, sub_jaxprs
 from minialpa.rules.expensive import is_attention, is_contraction
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import Spec
 from minialpa.tracing.flattening import flat_body
+
+#: Between the memories of a device and its host: PCIe 5.0 with 16 lanes.
+HOST_LINK_BYTES_PER_S = 50e9
 
 
 class Work(NamedTuple):
@@ -53,7 +56,7 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
     Contractions read and write memory. Other operations only count writes, as XLA fuses their reads. A reshape that
     adds or drops a leading dimension of size 1 is free. A loop or branch takes the work of its equations, whose dtypes
-    may differ from the dtypes of its operands.
+    may differ.
     """
     device = mesh.device
     if device is None or _is_free_reshape(eqn):
@@ -63,6 +66,8 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
     if is_attention(eqn) and device.kernels is not None and not has_kernel(eqn):
         return Work(blockwise_s(eqn, factors, device), device.launch_s)
+    if moves_memory(eqn):
+        return Work(sum(map(bytes_of, eqn.outvars)) / HOST_LINK_BYTES_PER_S, 0.0)
     # XLA updates an array in place: only the update is written.
     written = sum(map(bytes_of, eqn.invars[1:2] if eqn.primitive.name == "dynamic_update_slice" else eqn.outvars))
     if is_contraction(eqn) or is_kernel(eqn):
@@ -74,7 +79,7 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
 
 def _work_inside(eqn: JaxprEqn, mesh: LogicalMesh) -> Work:
-    """The work of all iterations of a scan, one iteration of a `while`, or the longest branch."""
+    """Of all iterations of a scan, one iteration of a `while`, or the longest branch."""
     bodies = [
         _total_work(work_of(one, factors_of(one), mesh) for one in _equations_of(body)) for body in sub_jaxprs(eqn)
     ]
@@ -105,7 +110,7 @@ def _is_free_reshape(eqn: JaxprEqn) -> bool:
 
 
 def _rate_of(eqn: JaxprEqn) -> str:
-    """The name of the rate of a product: its dtype, or "tensorfloat32" for float32 by default.
+    """The dtype of a product, or "tensorfloat32" for float32 by default.
 
     The first floating point operand counts: kernels may read integers, such as group sizes, first.
     """
@@ -127,11 +132,10 @@ _OF_BLOCKS = 1.8
 class _Passes:
     """Counts of one direction of an attention, for each pair of blocks.
 
-    Attributes:
-        products: products that read or write scores.
-        sums: how many products sum or make the d features of keys, and the e features of values.
-        loops: reads and writes of all scores by loops.
-        rows: reads and writes of a block of queries, keys, values or results.
+    products: products that read or write scores.
+    sums: how many products sum or make the d features of keys, and the e features of values.
+    loops: reads and writes of all scores by loops.
+    rows: reads and writes of a block of queries, keys, values or results.
     """
 
     products: int
@@ -147,20 +151,18 @@ _BACKWARD = _Passes(products=5, sums=(3, 2), loops=4, rows=19)
 
 
 def has_kernel(eqn: JaxprEqn) -> bool:
-    """Whether cuDNN has a kernel."""
     query, key, value = (aval_of(atom) for atom in eqn.invars[:3])
     return takes(query, key, value, eqn.params["kind"])
 
 
 def blockwise_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
-    """Seconds of an attention in blocks."""
     passes = _FORWARD if eqn.primitive.name == "minialpa_attention" else _BACKWARD
     d, (n_keys, e) = shape_of(eqn.invars[1])[-1], (shape_of(eqn.invars[2])[i] for i in (1, 3))
     of_keys, of_values = passes.sums
     scores_bytes = _SCORE_BYTES * factors.flops / (2 * (of_keys * d + of_values * e))
 
     products_s = device.product_s(factors.flops, passes.products * scores_bytes, "tensorfloat32")
-    # A block of queries has as many rows as a block of scores, with features in place of keys.
+    # A block of queries has the rows of a block of scores, with features in place of keys.
     rows_bytes = passes.rows * scores_bytes * (d + e) / 2 / min(n_keys, SIDE) if n_keys > SIDE else 0.0
     moved_bytes = passes.loops * scores_bytes + rows_bytes
     return _OF_BLOCKS * products_s + moved_bytes / device.memory_bandwidth
@@ -175,7 +177,7 @@ _PARTS, _LEAST_PART, _JOINING = (1, 2, 4, 8, 16), 256, 0.05
 
 
 def idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray[np.float64] | float:
-    """For each candidate of a matrix product, the seconds that idle processors add, on a single device."""
+    """For each candidate of a matrix product, on a single device."""
     device = mesh.device
     if device is None or not device.n_processors or eqn.primitive.name != "dot_general":
         return 0.0
@@ -202,7 +204,7 @@ def idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray[
 
 @functools.lru_cache(maxsize=65536)
 def waste(b: int, m: int, n: int, k: int, n_processors: int) -> float:
-    """Time of `b` products [m k] [k n] over the time without idle processors; at least 1."""
+    """Time of `b` products [m k] [k n] over the time without idle processors."""
     best = math.inf
     for (rows, columns, rate), parts in itertools.product(_TILES, _PARTS):
         if parts > 1 and k < parts * _LEAST_PART:

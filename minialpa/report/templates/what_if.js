@@ -1,7 +1,7 @@
 "use strict";
 // The radio buttons, links to cases and the address choose a case. Views that contain it are shown.
 {
-  const pick = document.getElementById("pick");
+  const pick = document.getElementById("pick") ?? document.createElement("form"); // absent for a single case
   const one = document.getElementById("one");
   const table = document.getElementById("cases");
   const rows = new Map([...table.tBodies[0].rows].map((row) => [row.dataset.key, row]));

@@ -74,6 +74,7 @@ class DistributedArray(RemoteArray):
     def __init__(self, runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
         self.runtime, self.number, self.type, self.copies = runtime, number, type, copies
         self.shape, self.dtype, self.weak_type = type.shape, type.jax_dtype, type.weak_type
+        self.in_host = type.in_host
         for copy in copies:
             copy.mesh.arrays[number] = self
         self._host_value: Any = None

@@ -62,8 +62,8 @@ def lower(
     avals: Sequence[Any],
     *,
     mesh: Mesh,
-    in_specs: Sequence[PartitionSpec],
-    out_specs: Sequence[PartitionSpec],
+    in_shardings: Sequence[NamedSharding],
+    out_shardings: Sequence[NamedSharding],
     donated: Sequence[int],
     compiler_options: Sequence[tuple[str, bool]] = (),
     with_flag: bool = False,
@@ -74,18 +74,19 @@ def lower(
         donated: positions of the inputs whose buffers the outputs may reuse.
         with_flag: add the output by which traced steps see the end of a call (`step_trace.flagged`).
     """
-    specs = (*out_specs, PartitionSpec()) if with_flag else out_specs
+    flag = (NamedSharding(mesh, PartitionSpec()),) if with_flag else ()
+    out_shardings = (*out_shardings, *flag)
     jitted = jax.jit(
         flagged(function) if with_flag else function,
-        in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
-        out_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
+        in_shardings=tuple(in_shardings),
+        out_shardings=out_shardings,
         donate_argnums=tuple(donated),
         keep_unused=True,
         compiler_options=dict(compiler_options),
     )
     traced = jitted.trace(*avals)
     types = tuple((x.shape, x.dtype, x.weak_type) for x in (*avals, *jax.tree.leaves(traced.out_info)))
-    outside = (types, mesh, tuple(in_specs), tuple(specs), tuple(donated), tuple(compiler_options))
+    outside = (types, mesh, tuple(in_shardings), out_shardings, tuple(donated), tuple(compiler_options))
     return LoweredFunction(jitted, traced.lower(), len(avals), outside)
 
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from minialpa.errors import CheckpointError
 from minialpa.programs.mesh_program import ArrayType
 from minialpa.programs.resharding import Box
-from minialpa.sharding import device_mesh
+from minialpa.sharding import device_mesh, placed
 
 #: Bytes that tensorstore works on at a time, because it copies each part that it writes.
 _BYTES_AT_A_TIME = 1 << 29
@@ -141,7 +141,7 @@ _Shards = Sequence[tuple[Any, Sequence[jax.Device]]]
 
 def _start_reading(array: ArrayToRead, store: Any, devices: Sequence[jax.Device]) -> tuple[NamedSharding, _Shards]:
     """Start to read the shards of this process; returns the sharding of the array and the shards."""
-    sharding = NamedSharding(device_mesh(devices, array.mesh_shape), array.sharding)
+    sharding = placed(device_mesh(devices, array.mesh_shape), array.sharding, in_host=array.type.in_host)
     shape = array.type.data_shape
     readers: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -156,12 +156,12 @@ def _start_reading(array: ArrayToRead, store: Any, devices: Sequence[jax.Device]
 
 
 def _array(array: ArrayToRead, sharding: NamedSharding, shards: _Shards) -> jax.Array:
-    placed = []
+    made: list[jax.Array] = []
     for future, devices in shards:
         value = future.result()
         # A CPU device uses the memory in place, and a step may take it over: each device gets its own.
-        placed += [jax.device_put(np.array(value) if i else value, device) for i, device in enumerate(devices)]
-    return jax.make_array_from_single_device_arrays(array.type.data_shape, sharding, placed)
+        made += array.type.shards([np.array(value) if i else value for i in range(len(devices))], devices)
+    return jax.make_array_from_single_device_arrays(array.type.data_shape, sharding, made)
 
 
 def _n_bytes(array: ArrayToRead) -> int:

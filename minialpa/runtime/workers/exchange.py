@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from minialpa.programs.mesh_program import ArrayType, MeshProgram, Message, Place, Receive, Relayout, Send, messages
 from minialpa.programs.resharding import Box
 from minialpa.runtime.steps.interpreter import Action, Buffers
 from minialpa.runtime.steps.step_trace import FUNCTIONS, StepTrace
 from minialpa.runtime.transports.transport import ExpectedPart, Part, Transport
+from minialpa.sharding import placed
 
 #: The track of a timeline that shows the thread that issues instructions.
 INSTRUCTIONS = "instructions"
@@ -71,7 +73,8 @@ class Exchange:
             case Receive(target, number):
                 return _fill_action(target, lambda _: self._receive(number))
             case Relayout(source, target, spec):
-                relayout = self._relayout(NamedSharding(self._mesh, spec))
+                in_host = self._program.types[target].in_host
+                relayout = self._relayout(placed(self._mesh, spec, in_host=in_host))
                 return _fill_action(target, lambda buffers: relayout(buffers[source]))
         raise AssertionError(instruction)
 
@@ -128,17 +131,17 @@ class Exchange:
                 self._take(number, message, np.dtype(transfer.type.dtype), arrived)
 
         landed = [_joined_parts(arrived[d], boxes[d], transfer.type.dtype) for d in boxes]
-        shards = jax.device_put(landed, [self._local[d] for d in boxes])
+        type_ = transfer.type
+        devices = [self._local[d] for d in boxes]
+        sharding = placed(self._mesh, transfer.resharding.landing, in_host=type_.in_host)
+        shards = type_.shards(landed, devices)
 
         # A part for several workers of this mesh crosses once; one of them relays it over the faster links.
         for message in self._messages[number]:
             if message.source == self._me and message.moves[0].relayed:
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
 
-        sharding = NamedSharding(self._mesh, transfer.resharding.landing)
-        data = jax.make_array_from_single_device_arrays(transfer.type.data_shape, sharding, shards)
-        typed: jax.Array = transfer.type.typed(data)
-        return typed
+        return type_.joined(shards, sharding)
 
     def _take(
         self, number: int, message: Message, dtype: np.dtype[Any], arrived: dict[int, list[tuple[Box, Any]]]
@@ -159,6 +162,9 @@ class Exchange:
     def _shards(self, array: jax.Array, type_: ArrayType) -> dict[int, Any]:
         """The shard of each device of this worker, by device number."""
         by_device = {shard.device: shard.data for shard in type_.data(array).addressable_shards}
+        if type_.in_host:  # NCCL reads device memory
+            place = functools.partial(SingleDeviceSharding, memory_kind="device")
+            by_device = {device: jax.device_put(data, place(device)) for device, data in by_device.items()}
         return {number: by_device[device] for number, device in self._local.items()}
 
     def _relayout(self, sharding: NamedSharding) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.programs.mesh_program import (
     ArrayType,
@@ -31,7 +31,7 @@ from minialpa.runtime.steps.step_trace import StepTrace
 from minialpa.runtime.transports.transport import Transport
 from minialpa.runtime.workers.arguments import Given, from_plain
 from minialpa.runtime.workers.exchange import INSTRUCTIONS, Exchange
-from minialpa.sharding import device_mesh
+from minialpa.sharding import device_mesh, placed
 
 
 class WorkerProgram:
@@ -157,10 +157,8 @@ class WorkerProgram:
         return self._array([shards[k] for k in given.shard_of_device], array_type, slot.spec)
 
     def _array(self, shards: Sequence[Any], type_: ArrayType, spec: PartitionSpec) -> jax.Array:
-        placed = jax.device_put(list(shards), self._devices)
-        sharding = NamedSharding(self.mesh, spec)
-        typed: jax.Array = type_.typed(jax.make_array_from_single_device_arrays(type_.data_shape, sharding, placed))
-        return typed
+        sharding = placed(self.mesh, spec, in_host=type_.in_host)
+        return type_.joined(type_.shards(shards, self._devices), sharding)
 
     def _constant(self, value: Any, type_: ArrayType, spec: PartitionSpec) -> jax.Array:
         index_of = NamedSharding(self.mesh, spec).devices_indices_map(type_.data_shape)
@@ -191,12 +189,16 @@ class WorkerProgram:
             call,
             avals,
             mesh=self.mesh,
-            in_specs=function.in_specs,
-            out_specs=function.out_specs,
+            in_shardings=_shardings(self.mesh, function.in_specs, function.in_types),
+            out_shardings=_shardings(self.mesh, function.out_specs, function.out_types),
             donated=function.donated,
             compiler_options=function.compiler_options,
             with_flag=with_flag,
         )
+
+
+def _shardings(mesh: Mesh, specs: Sequence[PartitionSpec], types: Sequence[ArrayType]) -> list[NamedSharding]:
+    return [placed(mesh, spec, in_host=type_.in_host) for spec, type_ in zip(specs, types, strict=True)]
 
 
 def _buffers_written(instruction: Any) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from minialpa import AutoShardingOption, LogicalMesh, ShardingError, ShardParall
 from minialpa.testing import assert_allclose
 
 MESH = LogicalMesh((2, 4))
+PIN = AutoShardingOption(shardings="pin")
 USER_MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -63,7 +65,7 @@ def test_specs_of_arguments_and_results_are_fixed_by_path() -> None:
 
 def test_axes_have_the_names_that_the_options_give_them() -> None:
     """Also for functions that follow, and although other axes of a plan have these names."""
-    option = AutoShardingOption(fixed_specs={"p['w']": P(None, "x"), "b*": P("y")}, axis_names=("y", "x"))
+    option = dataclasses.replace(PIN, fixed_specs={"p['w']": P(None, "x"), "b*": P("y")}, axis_names=("y", "x"))
     train = minialpa.parallelize(
         make_step(minialpa.value_and_grad, lambda h: jax.lax.with_sharding_constraint(h, P("y", "x"))),
         method=ShardParallel(devices=MESH, auto_sharding_option=option),
@@ -93,9 +95,10 @@ def test_axes_have_the_names_that_the_options_give_them() -> None:
         (P(P.UNCONSTRAINED, "model"), ["R,S1", "S0,S1"]),
     ],
 )
-def test_constraints_in_the_model_hold(partition: P, wanted: list[str]) -> None:
+def test_pinned_constraints_in_the_model_hold(partition: P, wanted: list[str]) -> None:
     sharding = NamedSharding(USER_MESH, partition)
-    _, executable = run(ShardParallel(devices=MESH), lambda h: jax.lax.with_sharding_constraint(h, sharding))
+    method = ShardParallel(devices=MESH, auto_sharding_option=PIN)
+    _, executable = run(method, lambda h: jax.lax.with_sharding_constraint(h, sharding))
     stage = executable.get_parallel_plan().stages[0]
     kept = [e.results[0] for e in stage.equation_specs if e.operands[:1] == e.made == e.results]
     assert any(str(spec) in wanted for spec in kept)
@@ -110,7 +113,7 @@ def test_a_constraint_inside_a_loop_is_ignored_and_harmless() -> None:
     run(ShardParallel(devices=MESH), constrain)
 
 
-def test_a_constraint_inside_a_loop_of_products_holds_in_every_micro_batch() -> None:
+def test_a_pinned_constraint_inside_a_loop_of_products_holds_in_every_micro_batch() -> None:
     sharding = NamedSharding(USER_MESH, P("model", None))
 
     def constrain(h: jax.Array) -> jax.Array:
@@ -122,7 +125,7 @@ def test_a_constraint_inside_a_loop_of_products_holds_in_every_micro_batch() -> 
     def unconstrained(h: jax.Array) -> jax.Array:
         return jnp.tanh(jnp.tanh(h))
 
-    method = ShardParallel(devices=MESH, num_micro_batches=2)
+    method = ShardParallel(devices=MESH, num_micro_batches=2, auto_sharding_option=PIN)
     parallel = minialpa.parallelize(make_step(minialpa.value_and_grad, constrain), method=method)
     expected = jax.jit(make_step(jax.value_and_grad, unconstrained))(params(), batch())
     assert_allclose(parallel(params(), batch()), expected, rtol=1e-5, atol=1e-6)
@@ -175,10 +178,26 @@ def test_a_search_chooses_among_the_meshes_on_which_a_constraint_holds() -> None
     assert shapes_of(None)
 
 
-def test_a_constraint_that_cannot_hold_is_left_out_with_one_warning() -> None:
-    with pytest.warns(UserWarning, match=r"'data': 4, 'model': 2.* planned without its sharding constraints") as told:
-        shapes_of(minialpa.DataParallel())
-    assert len(told) == 1
+def test_a_constraint_that_cannot_hold_is_a_hint_and_no_pin() -> None:
+    assert shapes_of(minialpa.DataParallel()) == [(8,)]
+    with pytest.raises(minialpa.InfeasibleError, match=r'\'data\': 4, \'model\': 2.* With .*shardings="hint"'):
+        shapes_of(ShardParallel(logical_shape=(8,), auto_sharding_option=PIN))
+
+
+@pytest.mark.parametrize("force", ["hint", "ignore"])
+def test_a_hint_chooses_among_equally_fast_shardings(force: str) -> None:
+    """Square arrays: rows and columns cost the same."""
+
+    def step(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, spec)) + 1
+
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    option, found = AutoShardingOption(shardings=force), []
+    for spec in (P("data"), P(None, "data")):
+        method = ShardParallel(auto_sharding_option=option)
+        parallel = minialpa.parallelize(step, method=method, batch_argnums=())
+        found.append(parallel.plan(jax.ShapeDtypeStruct((64, 64), jnp.float32)).inputs[0].specs[0])
+    assert (found[0] == found[1]) == (force == "ignore")
 
 
 def test_shardings_of_jit_inside_the_step_are_left_out_with_a_warning() -> None:

@@ -76,7 +76,7 @@ def test_the_cache_gives_what_a_new_one_gives(name: str, asked: list[tuple[Logic
             assert_same(one, new)
         out = eqn.outvars[0]
         table = reshard_table(shape_of(out), bytes_of(out), mesh)
-        seconds = strategies.reshard_s(shape_of(out), bytes_of(out), found.results[0], followed[1].results[0])
+        seconds = strategies.reshard_s(out, found.results[0], followed[1].results[0])
         expected = [[table.cost(made, wanted) for wanted in followed[1].results[0]] for made in found.results[0]]
         np.testing.assert_array_equal(seconds, np.reshape(expected, seconds.shape))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import minialpa
 from minialpa.runtime.steps import compiled as compiled_functions
@@ -85,9 +85,11 @@ def test_steps_that_take_over_all_their_results_are_waited_for(monkeypatch: pyte
 
 
 def lowered(function: Callable[..., Any], *, aval: Any = None, n_devices: int = 1, **options: Any) -> Any:
-    mesh, specs = Mesh(np.array(jax.devices()[:n_devices]), ("x",)), [PartitionSpec("x")]
+    mesh = Mesh(np.array(jax.devices()[:n_devices]), ("x",))
+    places = [NamedSharding(mesh, PartitionSpec("x"))]
     avals = [jax.ShapeDtypeStruct((4,), jnp.float32) if aval is None else aval]
-    return lower(function, avals, mesh=mesh, in_specs=specs, out_specs=specs, **{"donated": (), **options})
+    given = {"donated": (), **options}
+    return lower(function, avals, mesh=mesh, in_shardings=places, out_shardings=places, **given)
 
 
 def compiled(*functions: Callable[..., Any], n_devices: int = 2) -> list[Any]:

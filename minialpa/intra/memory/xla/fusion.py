@@ -23,13 +23,13 @@ from minialpa.intra.memory.xla.operations import Operation, makers_of
 
 
 def fused(graph: Graph) -> list[Kernel]:
-    """The kernels of a program, without dead operations."""
+    """Without dead operations."""
     operations = graph.operations
     chains = _Chains(graph)
     stored = [False] * len(operations)
-    kernels = [frozenset[int]()] * len(operations)  # for each operation, the stored operations that compute it
+    kernels = [frozenset[int]()] * len(operations)  # the stored operations that compute each operation
 
-    # Readers first: they decide which kernels compute an operation.
+    # Readers first: they decide the kernels of an operation.
     for producer in range(len(operations) - 1, -1, -1):
         readers = graph.readers[producer]
         joined = frozenset[int]().union(*(kernels[reader] for reader in readers))
@@ -47,7 +47,6 @@ def fused(graph: Graph) -> list[Kernel]:
 
 
 def _may_join(graph: Graph, producer: int, reader: int) -> bool:
-    """Whether the kernel of `reader` can compute `producer`."""
     source, target = graph.operations[producer], graph.operations[reader]
     if source.is_apart:
         return False
@@ -57,7 +56,7 @@ def _may_join(graph: Graph, producer: int, reader: int) -> bool:
 
 
 def _feeds_product(graph: Graph, producer: int) -> bool:
-    """Whether a product takes in `producer`: a conversion, or a view of one."""
+    """Whether `producer` is a conversion, or a view of one."""
     op = graph.operations[producer]
     if op.kind == "view":
         return all(_feeds_product(graph, p) for p in graph.operands(producer)) and bool(graph.operands(producer))
@@ -72,16 +71,15 @@ def _feeds_product(graph: Graph, producer: int) -> bool:
 class _Chains:
     """Costs of each operation with all operations that are computed for it alone.
 
-    Attributes:
-        read_bytes: bytes of the stored values that each operation starts from.
-        work_bytes: its work, as the bytes that a GPU moves in that time.
+    read_bytes: bytes of the stored values that each operation starts from.
+    work_bytes: bytes that a GPU moves in the time of its work.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self.read_bytes: list[float] = []
         self.work_bytes: list[float] = []
-        # Kept until another operation includes them: otherwise memory grows with the square of the length of a chain.
+        # Until another operation includes them: otherwise memory grows with the square of the length of a chain.
         self._reads: dict[int, set[int]] = {}
         for number, op in enumerate(graph.operations):
             reads, work_bytes = _Reads(graph.sizes), op.work_bytes
@@ -116,7 +114,7 @@ class _Chains:
 
 
 class _Reads:
-    """Values and their bytes. `add` merges the smaller set into the larger one, and takes over the set."""
+    """`add` merges the smaller set into the larger one, and takes over the set."""
 
     def __init__(self, sizes: Sequence[float]) -> None:
         self._sizes = sizes
@@ -137,11 +135,10 @@ class _Reads:
 
 
 class Graph:
-    """The operations of a program with their readers.
+    """The operations of a program.
 
-    Attributes:
-        operations: each after the makers of its operands.
-        readers: live operations that read its results.
+    operations: each after the makers of its operands.
+    readers: live operations that read its results.
     """
 
     def __init__(self, operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> None:
@@ -160,7 +157,6 @@ class Graph:
         return list(dict.fromkeys(self.maker[v] for v in self.operations[reader].reads if v in self.maker))
 
     def n_readers(self, value: int) -> int:
-        """The number of live operations that read a value."""
         if self._n_readers is None:
             self._n_readers = Counter(
                 v for op, live in zip(self.operations, self.live, strict=True) if live for v in set(op.reads)
@@ -185,7 +181,7 @@ def _live_operations(operations: Sequence[Operation], results: Sequence[int]) ->
 
 
 def _kernels_of(graph: Graph, stored: Sequence[bool], joined: Sequence[Collection[int]]) -> list[Kernel]:
-    """A kernel for each stored operation. joined: readers that compute each operation."""
+    """joined: readers that compute each operation."""
     # See `_stored_reads`. Kept until the last reader, to save memory.
     reads: dict[int, dict[int, bool]] = {}
     last_reader = [max(readers, default=-1) for readers in joined]
@@ -206,10 +202,7 @@ def _stored_reads(
     reads: dict[int, dict[int, bool]],
     last_reader: Sequence[int],
 ) -> dict[int, bool]:
-    """The values in memory that `reader` reads, and whether element by element.
-
-    reads: the same for operations that later ones compute, too.
-    """
+    """The values in memory that `reader` reads, and whether element by element. reads: of earlier calls."""
     op = graph.operations[reader]
     own: dict[int, bool] = {}
     computed = [p for p in map(graph.maker.get, op.reads) if p is not None and reader in joined[p]]
@@ -231,7 +224,7 @@ def _stored_reads(
 
 def _kernel(op: Operation, reads: Mapping[int, bool]) -> Kernel:
     """reads: see `_stored_reads`."""
-    # A view of a stored value is in its buffer; a view of a joined value is computed into a new buffer.
+    # A view of a stored value is in its buffer, a view of a joined value in a new one.
     is_view = op.kind == "view" and op.reads[0] in reads
     return Kernel(
         reads=tuple(reads),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 
 from minialpa.intra.memory.compiler import Kernel
 
@@ -38,8 +39,27 @@ def overlapped(
     return _Schedule(kernels, sizes, collectives, work).kernels()
 
 
+def with_host_copies(
+    kernels: Sequence[Kernel], fetched: AbstractSet[int], stored: AbstractSet[int], work: AbstractSet[int]
+) -> list[Kernel]:
+    """The kernels, with copies from host memory (`fetched`) as early, and copies to it (`stored`) as late as XLA runs
+    them: from when the operand exists, and until the next kernel in `work` has run.
+    """
+    made_at = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
+    is_work = [not work.isdisjoint(kernel.writes) for kernel in kernels]
+    times: list[tuple[float, int]] = []
+    for i, kernel in enumerate(kernels):
+        time = float(i)
+        if not fetched.isdisjoint(kernel.writes):
+            time = max((made_at.get(v, -1) for v in kernel.reads), default=-1) + 0.5
+        elif not stored.isdisjoint(kernel.writes):
+            time = next((k + 0.5 for k in range(i + 1, len(kernels)) if is_work[k]), float(len(kernels)))
+        times.append((time, i))
+    return [kernels[i] for _, i in sorted(times)]
+
+
 class _Schedule:
-    """XLA's scheduler: kernels are ready once all their readers are scheduled."""
+    """Kernels are ready once all their readers are scheduled."""
 
     def __init__(
         self, kernels: Sequence[Kernel], sizes: Sequence[float], collectives: Collection[int], work: Collection[int]
@@ -59,7 +79,7 @@ class _Schedule:
             for before in kernels_before:
                 self._readers[before].add(number)
         self._depth = self._depths()
-        # The number of kernels that only wait for this one.
+        # Kernels that only wait for this one.
         self._n_freed = Counter(next(iter(readers)) for readers in self._readers.values() if len(readers) == 1)
 
         self._from_end: list[Kernel] = []
@@ -70,14 +90,14 @@ class _Schedule:
                 self._push_ready(number)
 
     def _depths(self) -> list[int]:
-        """The most collectives on a path to each kernel."""
+        """Most collectives on a path to each kernel."""
         depths = [0] * len(self._kernels)
         for number, kernels_before in enumerate(self._before):
             depths[number] = max((depths[k] + self._is_collective[k] for k in kernels_before), default=0)
         return depths
 
     def _add_order_of_changes(self, maker: dict[int, int]) -> None:
-        """Changes in place wait for earlier readers of the old value."""
+        """Changes wait for earlier readers of the old value."""
         readers: dict[int, list[int]] = defaultdict(list)
         for number, kernel in enumerate(self._kernels):
             for v in kernel.reads:
@@ -108,7 +128,6 @@ class _Schedule:
         return None
 
     def _add(self, number: int) -> None:
-        """Schedule a kernel before all scheduled ones."""
         self._from_end.append(self._kernels[number])
         self._done.add(number)
         for before in self._before[number]:
@@ -123,7 +142,7 @@ class _Schedule:
                     self._push_ready(last)
 
     def _add_collective(self, collective: int) -> None:
-        """Add its end, the work beside it, and its start."""
+        """Adds its end, the work beside it, and its start."""
         others: list[int] = []
         beside = len(self._from_end)
         kernel, left_bytes = self._kernels[collective], self._n_bytes[collective]

@@ -14,7 +14,7 @@ from minialpa.intra.memory.xla.operations import Recorder
 
 
 def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
-    """Add a matrix product, or one for each element of a batch. A result with more dimensions is a view of it."""
+    """One for each element of a batch. A result with more dimensions is a view of it."""
     contracted, batch = eqn.params["dimension_numbers"]
     n_free = [
         len(recorder.values[v].shape) - len(summed) - len(batched)
@@ -29,7 +29,7 @@ def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes:
 
 
 def product_operands(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], exchanged: bool = False) -> list[int]:
-    """The operands of a product in its layouts. exchanged: whether it computes the transpose of its result."""
+    """exchanged: whether the product computes the transpose of its result."""
     contracted, batch = eqn.params["dimension_numbers"]
     # Side 0, the left operand, has contracted dimensions last; in a transpose, side 1 has.
     return [
@@ -47,10 +47,7 @@ def _product_operand(
     *,
     contracted_last: bool,
 ) -> int:
-    """The value that a product reads for `read`, with these batch and contracted dimensions.
-
-    contracted_last: whether contracted dimensions follow the free ones.
-    """
+    """contracted_last: whether contracted dimensions follow the free ones."""
     v, dims = recorder.untransposed(read)
     batched, summed = tuple(dims[dim] for dim in batch), tuple(dims[dim] for dim in contracted)
     free = tuple(dim for dim in dims if dim not in batched + summed)
@@ -68,7 +65,7 @@ def _product_operand(
 
 
 def _merged_view(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]) -> int:
-    """A view with one dimension for each group of neighbouring dimensions. groups: dimensions in each."""
+    """groups: the number of neighbouring dimensions in each dimension of the view."""
     if (v, groups) not in recorder.merged:
         out = recorder.like(v, maker)
         recorder.origin[out] = recorder.origin.get(v, v)
@@ -78,10 +75,10 @@ def _merged_view(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int,
 
 
 def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
-    """Add a convolution.
+    """Copy arrays in another order.
 
-    It reads and writes images with the batch first and features last, and reads kernels with output features first; in
-    float32, all with features first. Arrays in another order are copied.
+    Convolutions read and write images with the batch first and features last, and read kernels with output features
+    first; in float32, all with features first.
     """
     numbers = eqn.params["dimension_numbers"]
     features_first = recorder.values[writes[0]].dtype == "float32"
@@ -113,6 +110,6 @@ def _add_kernel(
 
 
 def _are_in_order(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether `dims` ascend, not counting dimensions of one element."""
+    """Dimensions of one element do not count."""
     kept = [dim for dim in dims if shape[dim] > 1]
     return kept == sorted(kept)

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from minialpa.intra.memory.xla.layouts import add_convolution, add_product, product_operands
 from minialpa.intra.memory.xla.operations import Recorder
 from minialpa.intra.strategies.reshard import ReshardStep
-from minialpa.ir.equations import Atom, is_literal, shape_of
+from minialpa.ir.equations import Atom, is_in_host, is_literal, moves_memory, shape_of
 
 
 def _names(text: str) -> frozenset[str]:
@@ -42,9 +42,11 @@ _ELEMENTWISE = _EXPENSIVE_ELEMENTWISE | _names(
 )
 #: Compiled to loops over the elements of their results, which may be fused.
 _LOOPS = (
-    _ELEMENTWISE | _REDUCTIONS | _names("concatenate dynamic_slice dynamic_update_slice gather pad rev slice split")
+    _ELEMENTWISE
+    | _REDUCTIONS
+    | _names("concatenate dynamic_slice dynamic_update_slice gather minialpa_rotate pad rev slice split")
 )
-#: Work for an element, as the bytes of memory that a GPU moves in that time; other work is negligible.
+#: Work for an element, as the bytes that a GPU moves in that time; other work is negligible.
 _WORK_BYTES = dict.fromkeys(_EXPENSIVE_ELEMENTWISE, 10.0) | dict.fromkeys(
     ("div", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "rem", "rsqrt", "sqrt"), 2.0
 )
@@ -61,9 +63,11 @@ def add_equation(
     shapes: Sequence[Sequence[int]],
     scratch: tuple[float, ...] = (),
 ) -> list[int]:
-    """Add the operations of `eqn`; the values of its results, which have `shapes` on this device."""
+    """Values of results, which have `shapes` on this device."""
     name = eqn.primitive.name
-    if name in _MARKERS:
+    if moves_memory(eqn) and reads[0] in recorder.stored:
+        return [recorder.stored[reads[0]]]  # XLA drops the way back
+    if name in _MARKERS and not moves_memory(eqn):
         return list(reads)
     if name == "transpose":
         source, order = recorder.permuted(reads[0], eqn.params["permutation"])
@@ -90,11 +94,14 @@ def _add_views(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: 
 
 
 def _add_barrier(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
-    """Each result is a view of its operand, and waits for the other operands if the program waits at barriers."""
+    """Views, which wait for the other operands if the program waits at barriers."""
     if not recorder.waits_at_barriers:
         _add_views(recorder, eqn, reads, writes)
         return
     for source, result in zip(reads, writes, strict=False):
+        if recorder.values[source].host_bytes:  # see `wait_by_data`
+            recorder.add("view", (source,), (result,))
+            continue
         others = [v for v in reads if v != source]
         recorder.add("view", (source, *others), (result,), waits=True)
 
@@ -104,7 +111,7 @@ def _add_fill(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: S
 
 
 def _add_broadcast(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
-    """A broadcast of one element is a fill, and of a literal zero it is zeros."""
+    """One element makes a fill, a literal zero zeros."""
     if math.prod(recorder.values[reads[0]].shape) == 1:
         _add_fill(recorder, eqn, reads, writes)
         operand = eqn.invars[0]
@@ -112,6 +119,14 @@ def _add_broadcast(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writ
             recorder.zeros.update(writes)
     else:
         recorder.add("loop", reads, writes, repeats=True)
+
+
+def _add_move(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+    recorder.add("own", reads, writes)
+    if is_in_host(eqn.outvars[0].aval):
+        recorder.stored[writes[0]] = reads[0]
+    else:
+        recorder.fetched.update(writes)
 
 
 def _add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
@@ -161,6 +176,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_LOOPS, _add_loop),
     "broadcast_in_dim": _add_broadcast,
     "conv_general_dilated": add_convolution,
+    "device_put": _add_move,
     "dot_general": _add_product,
     "optimization_barrier": _add_barrier,
     "transpose": _add_transpose,
@@ -171,7 +187,7 @@ _RULES: dict[str, _Rule] = {
 
 
 def add_step(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, mesh_shape: tuple[int, ...]) -> int:
-    """Add the operations of `step` on `v`, which is a shard of `atom`; the value after it."""
+    """The value after `step` on `v`, a shard of `atom`."""
     shape = step.dst.shard_shape(shape_of(atom), mesh_shape)
     if step.kind == "mask" and v in recorder.zeros:
         return v

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from minialpa.cost import GPU_COMBINED_BYTES
 from minialpa.intra.memory.compiler import Compiler, Kernel
 from minialpa.intra.memory.xla.fusion import Graph, fused
-from minialpa.intra.memory.xla.gpu_overlap import overlapped
+from minialpa.intra.memory.xla.gpu_overlap import overlapped, with_host_copies
 from minialpa.intra.memory.xla.lowering import add_equation, add_step
 from minialpa.intra.memory.xla.operations import Operation, Recorder
 from minialpa.intra.memory.xla.order import order_on_cpu, order_on_gpu
@@ -30,7 +30,10 @@ _GPU_RESERVE = 0.025
 
 def _rewritten_operations(recorder: Recorder, results: Sequence[int]) -> tuple[Operation, ...]:
     """Steps 1 and 2."""
-    operations = absorb(recorder.operations, results, recorder.zeros)
+    read = {*results, *(v for op in recorder.operations for v in op.reads)}
+    unread = recorder.stored.keys() - read
+    used = [op for op in recorder.operations if unread.isdisjoint(op.writes)]
+    operations = absorb(used, results, recorder.zeros)
     return combine(operations, results, recorder.combinable, recorder.sizes, GPU_COMBINED_BYTES)
 
 
@@ -44,8 +47,16 @@ def _kernels_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequence
     operations = with_epilogues(_rewritten_operations(recorder, results), inputs, results, sizes)
     kernels = fused(Graph(operations, results, sizes))
     ordered = [kernels[number] for number in order_on_gpu(kernels, results, sizes)]
-    work = {v for op in operations if op.kind == "own" and op.in_place is None for v in op.writes} - recorder.exchanged
-    return overlapped(ordered, sizes, recorder.exchanged, work)
+    work = (
+        {v for op in operations if op.kind == "own" and op.in_place is None for v in op.writes}
+        - recorder.exchanged
+        - recorder.fetched
+        - recorder.stored.keys()
+    )
+    found = overlapped(ordered, sizes, recorder.exchanged, work)
+    if not recorder.fetched and not recorder.stored:
+        return found
+    return with_host_copies(found, recorder.fetched, recorder.stored.keys(), work)
 
 
 #: XLA drops barriers. Outside of loops, conditions replace them (`intra/shard_arrays.py`).

@@ -18,18 +18,18 @@ Ordered = tuple[int, tuple[int, ...]]
 
 
 class Operation(NamedTuple):
-    """One operation of a program, before fusion. A tuple, because programs have very many.
+    """One operation before fusion. A tuple, because programs have very many.
 
     Attributes:
         repeats: whether each element of an operand is read many times, as in a broadcast.
         elementwise: whether each element of the result needs one element of each operand.
-        scratch: bytes of the buffers that it needs only while it runs.
+        scratch: bytes of buffers only for its run.
         in_place: the operand whose buffer the result takes over, if any.
-        waits: whether its result waits for all operands.
+        waits: for all operands.
         sums: "add" if it adds its two operands, "scatter" if it adds the others into the first.
         reduces: whether an element of the result needs many elements of an operand.
         work_bytes: its work, as the bytes that a GPU moves in that time; 0 if it is cheap.
-        converts: whether it converts real numbers.
+        converts: between real numbers.
     """
 
     kind: Kind
@@ -58,11 +58,9 @@ class Recorder(ShardValues):
     Attributes:
         copies: (value, order of its dimensions in memory) -> copy in this order.
         merged: (value, sizes of its groups of dimensions) -> view with one dimension per group.
-        zeros: values that are all zeros.
         products: result of a matrix product -> its equation and its operands.
         transposed: transpose -> its operand, and the operand's dimension for each dimension.
         combinable: result of a collective -> its kind; equal kinds can be combined.
-        exchanged: results of collectives.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -73,13 +71,15 @@ class Recorder(ShardValues):
     transposed: dict[int, Ordered] = field(default_factory=dict)
     combinable: dict[int, Hashable] = field(default_factory=dict)
     exchanged: set[int] = field(default_factory=set)
+    fetched: set[int] = field(default_factory=set)
+    stored: dict[int, int] = field(default_factory=dict)
 
     def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
         """facts: fields of `Operation`."""
         self.operations.append(Operation(kind, tuple(reads), tuple(writes), **facts))
 
     def copied(self, v: int, maker: JaxprEqn | str, order: tuple[int, ...] = ()) -> int:
-        """`v` with its dimensions in another `order` in memory; all readers of this order share one copy."""
+        """In another `order` of dimensions in memory; all readers of this order share one copy."""
         if not order or (v, order) not in self.copies:
             out = self.like(v, maker)
             self.origin[out] = self.origin.get(v, v)
@@ -92,11 +92,11 @@ class Recorder(ShardValues):
         return self.transposed.get(v, (v, tuple(range(len(self.values[v].shape)))))
 
     def permuted(self, v: int, permutation: Sequence[int]) -> Ordered:
-        """As `untransposed`, for `v` with its dimensions permuted."""
+        """As `untransposed`, for a permutation of `v`."""
         source, order = self.untransposed(v)
         return source, tuple(order[dim] for dim in permutation)
 
 
 def makers_of(operations: Sequence[Operation]) -> dict[int, int]:
-    """Value -> number of the operation that writes it."""
+    """By value, the number of its operation."""
     return {value: number for number, op in enumerate(operations) for value in op.writes}

@@ -19,7 +19,7 @@ from minialpa.intra.memory.compiler import Kernel
 
 
 def order_on_cpu(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
-    """First come, first served, from `inputs` on."""
+    """First come, first served."""
     readers: dict[int, list[int]] = {}
     for number, kernel in enumerate(kernels):
         for value in kernel.reads:
@@ -46,13 +46,13 @@ def order_on_cpu(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
 
 
 def _constants(kernels: Sequence[Kernel], read: Mapping[int, object], inputs: Sequence[int]) -> list[int]:
-    """Values that kernels read but do not make, without inputs."""
+    """Without inputs."""
     known = set(inputs).union(*(kernel.writes for kernel in kernels))
     return [value for value in read if value not in known]
 
 
 def order_on_gpu(kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> list[int]:
-    """The order that needs least memory. sizes: bytes of values."""
+    """With the least memory. sizes: bytes of values."""
     buffers = _Buffers(kernels, results, sizes)
     orders = (_list_order(kernels, buffers), list(range(len(kernels))), _depth_first_order(kernels, buffers, results))
     return min(orders, key=buffers.peak_bytes)
@@ -97,9 +97,8 @@ def _weights(waits: Sequence[Sequence[int]], buffers: _Buffers) -> list[tuple[fl
 class _Buffers:
     """Buffers that kernels write and read, by their first value; without arguments.
 
-    Attributes:
-        writes, reads: bytes written, and buffers read, by each kernel.
-        n_readers: kernels that read each buffer, and one more for a result.
+    writes, reads: bytes written, and buffers read, by each kernel.
+    n_readers: kernels that read each buffer, and one more for a result.
     """
 
     def __init__(self, kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> None:
@@ -137,7 +136,7 @@ def _list_order(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
     def grows(k: int) -> float:
         return buffers.writes[k] - sum(buffers.sizes[v] for v in buffers.reads[k] if left[v] == 1)
 
-    # A kernel frees more and more with time, so its newer entries come first.
+    # A kernel frees more with time, so its newer entries come first.
     ready = [(grows(k), k) for k, n in enumerate(missing) if not n]
     heapq.heapify(ready)
     order: list[int] = []
@@ -162,7 +161,7 @@ def _list_order(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
 
 
 def _later_kernels(kernels: Sequence[Kernel]) -> tuple[dict[int, list[int]], list[int]]:
-    """For each kernel, the readers of its results, and the number of kernels that it reads from."""
+    """For each kernel, the readers of its results, and the number of kernels before it."""
     made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
     waits = [{made[v] for v in kernel.reads if v in made} for kernel in kernels]
     after: dict[int, list[int]] = defaultdict(list)

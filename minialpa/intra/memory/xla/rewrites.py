@@ -24,7 +24,7 @@ from minialpa.intra.memory.xla.operations import Operation, makers_of
 
 
 def absorb(operations: Sequence[Operation], results: Sequence[int], zeros: AbstractSet[int]) -> tuple[Operation, ...]:
-    """`operations` in which sums with scatters are scatters, in a valid order. zeros: values that are all zeros."""
+    """The result is in a valid order. zeros: values that are all zeros."""
     n_readers = Counter([value for op in operations for value in op.reads] + list(results))
     out: dict[int, Operation] = {}  # by their first results; by negative numbers without results
 
@@ -63,10 +63,10 @@ def combine(
     sizes: Sequence[float],
     most_bytes: float,
 ) -> tuple[Operation, ...]:
-    """`operations` in a valid order; operations that write values of equal `kinds` are joined.
+    """In a valid order; operations that write values of equal `kinds` are joined.
 
     sizes: bytes of values.
-    most_bytes: most bytes of the results of a joined operation.
+    most_bytes: of the results of a joined operation.
     """
     out = tuple(operations)
     for kind in dict.fromkeys(kinds.values()):
@@ -80,7 +80,7 @@ def combine(
 def _limited_groups(
     operations: Sequence[Operation], group: Sequence[int], sizes: Sequence[float], most_bytes: float
 ) -> Iterator[list[int]]:
-    """`group` in parts that write at most `most_bytes` each."""
+    """Each part writes at most `most_bytes`."""
     part: list[int] = []
     n_bytes = 0.0
     for number in group:
@@ -111,7 +111,7 @@ def _groups(operations: Sequence[Operation], results: Sequence[int], values: Seq
 
 
 def _dependencies(operations: Sequence[Operation], maker: Mapping[int, int]) -> list[int]:
-    """For each operation, bit i is set if it depends on operation i."""
+    """Bit i is set for each operation that depends on operation i."""
     below: list[int] = []
     for op in operations:
         bits = 0
@@ -123,7 +123,6 @@ def _dependencies(operations: Sequence[Operation], maker: Mapping[int, int]) -> 
 
 
 def _postorder(operations: Sequence[Operation], maker: Mapping[int, int], results: Sequence[int]) -> list[int]:
-    """Operations that `results` need, each after its operands, depth first."""
     order: list[int] = []
     seen: set[int] = set()
     for result in results:
@@ -143,7 +142,7 @@ def _postorder(operations: Sequence[Operation], maker: Mapping[int, int], result
 
 
 def _with_merged_groups(operations: Sequence[Operation], groups: Sequence[Sequence[int]]) -> list[Operation]:
-    """`operations` with each group replaced by one operation, in the place of its last member."""
+    """One operation replaces each group, in the place of its last member."""
     joined: dict[int, Operation | None] = {}
     for group in groups:
         members = sorted(group)
@@ -155,7 +154,7 @@ def _with_merged_groups(operations: Sequence[Operation], groups: Sequence[Sequen
 
 
 def _in_valid_order(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """Each operation after the makers of its operands, otherwise in the given order."""
+    """Each after the makers of its operands, otherwise in the given order."""
     made = {value for op in operations for value in op.writes}
     out: list[Operation] = []
     ready: set[int] = set()
@@ -181,11 +180,11 @@ def _in_valid_order(operations: Sequence[Operation]) -> tuple[Operation, ...]:
 def with_epilogues(
     operations: Sequence[Operation], inputs: Sequence[int], results: Sequence[int], sizes: Sequence[float]
 ) -> tuple[Operation, ...]:
-    """`operations` in which products compute their epilogues. sizes: bytes of values; 0 for literals."""
+    """sizes: bytes of values; 0 for literals."""
     n_reads = Counter(v for op in operations for v in op.reads)
     n_reads.update(results)
     out: list[Operation | None] = []
-    # For the result of a product with one reader, the place of the product in `out`.
+    # By the result of a product with one reader, its place in `out`.
     products: dict[int, int] = {}
     arguments_of = _arguments_read(operations, inputs, sizes)
     for op in operations:
@@ -211,7 +210,7 @@ def _arguments_read(
 ) -> dict[int, tuple[int, ...]]:
     """For arguments, and values made of these by views and broadcasts: the arguments that a kernel reads.
 
-    Example: `(b,)` for a broadcast of `b`. Literals have 0 bytes and do not count.
+    Literals do not count.
     """
     arguments_of: dict[int, tuple[int, ...]] = {v: (v,) for v in inputs}
     for op in operations:

@@ -1,0 +1,107 @@
+"""Arrays on the user's meshes go in; the shardings of results there, and pins for the plan, come out.
+
+Later lines of the user's script expect results where `jax.jit` leaves them. On Explicit axes, types have shardings,
+which the script reads. On Auto axes, the new value of an array has the array's sharding, if the plan has it, too. Under
+`jax.set_mesh`, jax refuses arrays on other devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from minialpa.api.pins import NO_PINS, Pins
+from minialpa.calls import Call
+from minialpa.ir.equations import aval_of, is_in_host
+from minialpa.plan import Plan
+from minialpa.sharding import is_planned_mesh
+from minialpa.support.private_jax import ArrayImpl, value_of_ref, warn
+from minialpa.tracing.host_memory import HOST_KIND
+from minialpa.tracing.trace import TracedStep
+from minialpa.tracing.user_meshes import explicit_sharding
+
+
+def _arguments(call: Call, traced: TracedStep) -> list[Any]:
+    """The leaves of the step, with the arrays of Refs."""
+    return [value_of_ref(leaf) for leaf in (*call.leaves, *traced.refs.captured)]
+
+
+def _placed(array: Any) -> NamedSharding | None:
+    """The sharding that the user gave to an array on several devices."""
+    sharding = array.sharding if type(array) is ArrayImpl else None
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1 or is_planned_mesh(sharding.mesh):
+        return None
+    return sharding
+
+
+def shardings_of_results(call: Call, traced: TracedStep) -> list[NamedSharding | None]:
+    """For each result, and each new value of a Ref, its sharding on the user's mesh; empty without such a mesh."""
+    arguments = _arguments(call, traced)
+    placed = list(map(_placed, arguments))
+    meshes = {s.mesh.abstract_mesh: s.mesh for s in placed if s is not None and isinstance(s.mesh, Mesh)}
+    given = call.mesh.devices if isinstance(call.mesh.devices, Mesh) and not call.mesh.devices.empty else None
+    if given is not None:
+        meshes.setdefault(given.abstract_mesh, given)
+    if not meshes:
+        return []
+
+    on_all = NamedSharding(given or next(iter(meshes.values())), PartitionSpec())
+    typed = [*traced.out_shardings, *(explicit_sharding(arguments[i]) for i in traced.refs.updated)]
+    found: list[NamedSharding | None] = []
+    for sharding, replaced in zip(typed, traced.layouts, strict=True):
+        if sharding is None:
+            found.append((None if replaced is None else placed[replaced]) or on_all)
+        else:
+            mesh = meshes.get(sharding.mesh.abstract_mesh)
+            found.append(None if mesh is None else NamedSharding(mesh, sharding.spec))
+    in_host = [is_in_host(aval_of(atom)) for atom in traced.flat.outvars]
+    return [
+        sharding.with_memory_kind(HOST_KIND) if sharding is not None and is_host else sharding
+        for sharding, is_host in zip(found, in_host, strict=True)
+    ]
+
+
+def warn_of_moves(plan: Plan, shardings: Sequence[NamedSharding | None]) -> None:
+    """Warn if each step moves its results from the devices of the stages to the user's mesh."""
+    n_devices = max((len(sharding.device_set) for sharding in shardings if sharding is not None), default=0)
+    if len(plan.stages) > 1 and n_devices > 1:
+        warn(
+            f"Each call moves its results from the devices of {len(plan.stages)} stages to the user's mesh of "
+            f"{n_devices} devices, where the script expects them, and the next call moves them back. To keep them in "
+            "place, call the step outside `jax.set_mesh`, on arrays without a mesh of the user."
+        )
+
+
+def typed_pins(call: Call, traced: TracedStep) -> Pins:
+    """The types of arguments and results as pins, so that no array moves at the border of the step."""
+    arguments = zip(traced.in_paths, map(explicit_sharding, call.leaves), strict=False)
+    results = zip(traced.out_paths, traced.out_shardings, strict=False)
+    return _pins(
+        [
+            *(("in_shardings", path, sharding) for path, sharding in arguments),
+            *(("out_shardings", path, sharding) for path, sharding in results),
+        ]
+    )
+
+
+def placed_pins(call: Call, traced: TracedStep) -> Pins:
+    """The shardings of arrays on the user's mesh as pins, for arrays that results replace and for these results."""
+    placed = list(map(_placed, _arguments(call, traced)))
+    found = []
+    for path, replaced in zip(traced.out_paths, traced.layouts, strict=True):
+        if replaced is not None:
+            found.append(("in_shardings", traced.in_paths[replaced], placed[replaced]))
+            found.append(("out_shardings", path, placed[replaced]))
+    return _pins(found)
+
+
+def _pins(found: Sequence[tuple[str, str, NamedSharding | None]]) -> Pins:
+    """NO_PINS if the shardings are on meshes of several shapes."""
+    given = [(side, path, sharding) for side, path, sharding in found if sharding is not None]
+    axes = {tuple(sharding.mesh.shape.items()) for _, _, sharding in given}
+    specs = {(side, path): PartitionSpec(*sharding.spec) for side, path, sharding in given}
+    if len(axes) != 1:
+        return NO_PINS
+    return Pins(specs=tuple((side, path, spec) for (side, path), spec in specs.items()), axes=axes.pop())

@@ -1,0 +1,211 @@
+"""A `shard_map` equation goes in; a program on whole arrays comes out, which computes the same for any devices.
+
+Each manual axis of the user's mesh becomes a dimension at the front of the arrays that vary along it, as under
+`jax.vmap(axis_name=...)`, and each collective an operation along that dimension. The planner splits these dimensions
+as any others, so the plan's mesh may have another shape than the user's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from minialpa.errors import TraceError
+from minialpa.ir.equations import Atom, aval_of, called, is_call, is_literal, source_line, type_of, with_each_body
+from minialpa.support.private_jax import (
+    NO_MESH,
+    at_line_of,
+    batched_program,
+    in_context_of,
+    rebind,
+    under_mesh,
+    with_constants_as_arguments,
+)
+from minialpa.tracing.collectives import COLLECTIVES, along_axis, on_each
+from minialpa.tracing.user_meshes import without_meshes, without_meshes_inside
+
+REGION = "shard_map"
+_REMATS = ("remat2", "checkpoint")
+
+
+# ---- whole arrays ----------------------------------------------------------------------------------------------------
+
+
+def whole_program(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The `shard_map` equation as a program on its operands. Raises TraceError for collectives without a rule."""
+    with under_mesh(NO_MESH):
+        return _whole_program(eqn)
+
+
+def _whole_program(eqn: JaxprEqn) -> ClosedJaxpr:
+    mesh, body = eqn.params["mesh"], without_meshes_inside(eqn.params["jaxpr"], {})
+    sizes = {axis: n for axis, n in mesh.shape.items() if axis in eqn.params["newly_manual_axes"]}
+    in_specs = [_entries(*pair) for pair in zip(eqn.params["in_specs"], eqn.invars, strict=True)]
+    out_specs = [_entries(*pair) for pair in zip(eqn.params["out_specs"], body.outvars, strict=True)]
+    varying = [[axis for axis in sizes if any(axis in entry for entry in spec)] for spec in in_specs]
+    whole_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    program, in_front = _on_all_devices(body, whole_mesh, sizes, varying)
+
+    # Dimensions of a part are whole, or split over the axes that are not manual.
+    rest = None if len(sizes) == len(mesh.axis_names) else PartitionSpec.UNCONSTRAINED
+
+    def as_by_user(parts: Any, axes: list[str]) -> Any:
+        spec = PartitionSpec(*axes, *[rest] * (parts.ndim - len(axes)))
+        return lax.with_sharding_constraint(parts, NamedSharding(whole_mesh, spec)) if parts.ndim else parts
+
+    def whole(*arrays: Any) -> list[Any]:
+        with at_line_of(eqn):
+            given = zip(arrays, in_specs, varying, strict=True)
+            parts = [as_by_user(_split(array, spec, axes, sizes), axes) for array, spec, axes in given]
+            made = zip(map(jnp.asarray, jaxpr_as_fun(program)(*parts)), out_specs, in_front, strict=True)
+            return [_joined(as_by_user(parts, axes), spec, axes, sizes) for parts, spec, axes in made]
+
+    return without_meshes(jax.make_jaxpr(whole)(*map(_type, eqn.invars)))
+
+
+def _on_all_devices(
+    body: Jaxpr, mesh: AbstractMesh, sizes: Mapping[str, int], varying: Sequence[Sequence[str]]
+) -> tuple[ClosedJaxpr, list[list[str]]]:
+    """The program of one device, as a program on the parts of all devices, in dimensions in front of its own.
+
+    varying: the axes of these dimensions for each argument. Returns the program, and the axes for each result.
+    """
+    program = jax.make_jaxpr(partial(_evaluate, mesh, body, ()), axis_env=list(sizes.items()))(*map(_type, body.invars))
+    in_front: list[list[str]] = [[] for _ in body.outvars]
+    for axis in reversed(list(sizes)):
+        program, is_mapped = batched_program(program, axis, sizes, [axis in axes for axes in varying])
+        in_front = [[axis, *axes] if now else axes for axes, now in zip(in_front, is_mapped, strict=True)]
+    return program, in_front
+
+
+def _type(atom: Atom) -> Any:
+    return type_of(aval_of(atom))
+
+
+def _entries(spec: Any, atom: Atom) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension."""
+    given = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [*given, *[()] * (len(atom.aval.shape) - len(given))]
+
+
+def _split(array: Any, spec: list[tuple[str, ...]], axes: list[str], sizes: Mapping[str, int]) -> Any:
+    """The parts of an array, in dimensions `axes` in front of the dimensions of a part."""
+    shape: list[int] = []
+    places: dict[str, int] = {}
+    own: list[int] = []
+    for length, entry in zip(array.shape, spec, strict=True):
+        for axis in entry:
+            places[axis] = len(shape)
+            shape.append(sizes[axis])
+        own.append(len(shape))
+        shape.append(length // math.prod(sizes[axis] for axis in entry))
+    if not axes:
+        return array
+    return jnp.transpose(jnp.reshape(array, shape), [*(places[axis] for axis in axes), *own])
+
+
+def _joined(array: Any, spec: list[tuple[str, ...]], axes: list[str], sizes: Mapping[str, int]) -> Any:
+    """The inverse of `_split`. Parts along an axis that no dimension has are equal: the first is taken."""
+    split = [axis for entry in spec for axis in entry]
+    for axis in [axis for axis in axes if axis not in split]:
+        array = lax.index_in_dim(array, 0, axes.index(axis), keepdims=False)
+        axes = [other for other in axes if other != axis]
+    for axis in [axis for axis in split if axis not in axes]:
+        array, axes = jnp.broadcast_to(array, (sizes[axis], *array.shape)), [axis, *axes]
+    if not axes:
+        return array
+
+    order, shape = [], []
+    for dim, entry in enumerate(spec):
+        order += [*map(axes.index, entry), len(axes) + dim]
+        shape.append(math.prod(sizes[axis] for axis in entry) * array.shape[len(axes) + dim])
+    return jnp.reshape(jnp.transpose(array, order), shape)
+
+
+# ---- the program of one device ---------------------------------------------------------------------------------------
+
+#: They change no value: only types record along which axes values vary.
+_UNCHANGED = ("pvary",)
+_WITHOUT_RULE = (
+    *("all_gather_reduced", "pbroadcast_dynamic", "preduced", "precv", "psend", "ragged_all_to_all"),
+    *("reduced_vary_cast", "unreduced_pmax", "unreduced_pmin", "unreduced_psum", "unreduced_psum_scatter"),
+    *("unreduced_reduce_scatter", "vary_unreduced_cast", "vary_unreduced_cast_p"),
+)
+
+
+#: Under `jax.vmap`, they draw other numbers from several keys of "rbg" than from each by itself.
+_DRAWS = ("random_bits", "rng_bit_generator")
+
+
+def _evaluate(mesh: AbstractMesh, jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Trace the program of one device, with collectives as operations of this module."""
+    env: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+        with in_context_of(eqn):
+            env.update(zip(eqn.outvars, _results(mesh, eqn, operands), strict=True))
+    return [atom.val if is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+
+
+def _results(mesh: AbstractMesh, eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if name in _UNCHANGED:
+        return operands
+    if name in COLLECTIVES:
+        if eqn.params.get("axis_index_groups") is not None:
+            remedy = "Make a mesh with one axis for the groups, and name the other"
+            raise _refusal(eqn, "has `axis_index_groups`", remedy)
+        return [COLLECTIVES[name](partial(along_axis, mesh), x, eqn.params) for x in operands]
+    if name in _WITHOUT_RULE:
+        raise _refusal(eqn, "has no rule", "Use `psum`, `all_gather`, `psum_scatter`, `all_to_all` or `ppermute`")
+    if name == REGION:
+        program = whole_program(eqn)
+        return _evaluate(mesh, program.jaxpr, program.consts, *operands)
+    if name in _REMATS:
+        body = _local_body(mesh, eqn.params["jaxpr"], ())
+        params = {**eqn.params, "jaxpr": with_constants_as_arguments(body.jaxpr)}
+        return list(rebind(eqn, [*body.consts, *operands], params))
+    if is_call(eqn):
+        inner, atoms = called(eqn)
+        by_atom = {id(atom): x for atom, x in zip(eqn.invars, operands, strict=True)}
+        given = [by_atom[id(atom)] for atom in atoms]
+        return _evaluate(mesh, getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *given)
+    if name in _DRAWS:
+        return _drawn(eqn, operands)
+
+    local = with_each_body(lambda body: _local_body(mesh, body.jaxpr, body.consts), eqn)
+    found = rebind(local, operands, local.params)
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def _drawn(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    """The numbers that each device draws."""
+
+    @jax.custom_batching.custom_vmap
+    def draw(*args: Any) -> Any:
+        return rebind(eqn, args, eqn.params)
+
+    @draw.def_vmap
+    def _each(axis_size: int, is_mapped: Sequence[bool], *args: Any) -> tuple[Any, Any]:
+        pairs = zip(args, is_mapped, strict=True)
+        results = lax.map(lambda one: draw(*one), [x if mapped else on_each(x, axis_size) for x, mapped in pairs])
+        return results, jax.tree.map(lambda _: True, results)
+
+    found = draw(*operands)
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def _local_body(mesh: AbstractMesh, jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+    return jax.make_jaxpr(partial(_evaluate, mesh, jaxpr, consts))(*map(_type, jaxpr.invars))
+
+
+def _refusal(eqn: JaxprEqn, what: str, remedy: str) -> TraceError:
+    return TraceError(f"`{eqn.primitive.name}` at {source_line(eqn)}, in a `shard_map`, {what}. {remedy}.")
