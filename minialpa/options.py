@@ -154,8 +154,9 @@ class AutoShardingOption:
         return dict(zip(self.axis_names, self.axis_lengths, strict=False))
 
     def has_axes(self, mesh_shape: tuple[int, ...]) -> bool:
-        """Whether a logical mesh has the `axis_lengths`, if any."""
-        return not self.axis_lengths or axes_by_length(self._lengths, mesh_shape) is not None
+        """Whether a logical mesh has the `axis_lengths`, if any, in this order: then shards are on the same devices."""
+        lengths, shape = ([n for n in some if n > 1] for some in (self.axis_lengths, mesh_shape))
+        return not self.axis_lengths or lengths == shape
 
     def check_axes(self, mesh_shape: tuple[int, ...]) -> None:
         """Raise InfeasibleError unless a logical mesh has the `axis_lengths`."""

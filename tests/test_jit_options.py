@@ -158,12 +158,10 @@ def test_a_step_planned_once_runs_by_its_exported_specs() -> None:
     equal(again(state(), batch()), jax.jit(step)(state(), batch()))
 
 
-def test_axes_are_matched_by_length_on_the_mesh_that_a_method_asks_for() -> None:
-    method = ShardParallel(logical_shape=(4, 2))
-    parallel = minialpa.parallelize(step, method=method, in_shardings=(shardings(), None))
-    equal(parallel(state(), batch()), jax.jit(step)(state(), batch()))
-    # Lengths 2 and 4 are the axes y and x of the plan.
-    assert planned_arguments(parallel)[:2] == [P("y", "x"), P(None, "x")]
+def test_another_order_of_the_axes_is_refused_because_shards_would_be_on_other_devices() -> None:
+    parallel = minialpa.parallelize(step, method=ShardParallel(logical_shape=(4, 2)), in_shardings=(shardings(), None))
+    with pytest.raises(InfeasibleError, match=r"fixed on a mesh of {'data': 2, 'model': 4}.* mesh of shape \(4, 2\)"):
+        parallel(state(), batch())
 
 
 def test_axes_of_length_one_split_nothing() -> None:

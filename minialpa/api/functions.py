@@ -84,7 +84,7 @@ def parallelize(
         plan_cache: a folder of plans, for later runs with equal step, shapes, cluster, options, rules and versions.
             "auto" keeps plans of large steps in the user's cache folder, up to 256 MiB. With None, every run plans.
         planning_effort: "fast", "balanced" or "proof" (see `AutoShardingOption`). None for the effort of the method.
-        shardings: "hint", "pin" or "ignore", the force of shardings in the step (see `AutoShardingOption`). None for the
+        shardings: "hint", "pin" or "ignore", the force of the user's shardings (see `AutoShardingOption`). None for the
             choice of the method.
         keep_unused, inline: options of `jax.jit` without effect.
 

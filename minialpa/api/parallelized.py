@@ -27,7 +27,7 @@ from minialpa.api.plan_folder import PlanCache, folder_of
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import check_plan, compile_creation, compile_step, function_name
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
-from minialpa.api.users_mesh import placed_pins, typed_pins
+from minialpa.api.users_mesh import border_pins
 from minialpa.calls import (
     Argnames,
     Argnums,
@@ -70,8 +70,6 @@ if TYPE_CHECKING:
     from minialpa.plan.check import PlanCheck
     from minialpa.runtime.executable import Executable
 
-#: A plan with the shardings of arrays on the user's mesh may take so many times the seconds of a plan without.
-_MOST_OF_WISHES = 1.1
 #: Most arguments of a step in one message.
 _MOST_CHANGES = 8
 
@@ -606,14 +604,7 @@ class ParallelizedFunc:
         if pins != NO_PINS or self._options["shardings"] == "ignore":
             return self._plan_by_method(traced, target, pins)
 
-        typed = typed_pins(call, traced)
-        if typed != NO_PINS:
-            return self._plan_with_wishes(traced, target, typed)[0]
-        plan, placed = self._plan_by_method(traced, target), placed_pins(call, traced)
-        if placed.hold_in(plan):
-            return plan
-        pinned, _ = self._plan_with_wishes(traced, target, placed)
-        return pinned if pinned.cost.total_s <= _MOST_OF_WISHES * plan.cost.total_s else plan
+        return self._plan_with_wishes(traced, target, border_pins(call, traced))[0]
 
     def _plan_with_wishes(
         self, traced: TracedStep, target: Target, pins: Pins
@@ -622,6 +613,8 @@ class ParallelizedFunc:
         try:
             return self._plan_by_method(traced, target, pins), None
         except (InfeasibleError, ShardingError) as error:
+            if pins == NO_PINS:
+                raise
             return self._plan_by_method(traced, target), error
 
     def _plan_in_session(self, call: Call, traced: TracedStep) -> Plan:

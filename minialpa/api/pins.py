@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from minialpa.calls import Call
-from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.errors import ShardingError
 from minialpa.intra.graph.constraints import constraint_of_path
 from minialpa.ir.equations import shape_of
 from minialpa.options import AutoShardingOption, PlanOptions
@@ -78,13 +78,6 @@ class Pins:
             value = sides[side].get(path)
             if value is not None:
                 self._check_value(side, value, spec, plan.stages)
-
-    def hold_in(self, plan: Plan) -> bool:
-        try:
-            self.check(plan)
-        except (InfeasibleError, ShardingError):
-            return False
-        return True
 
     def _check_value(self, side: str, value: PlacedValue, spec: PartitionSpec, stages: Sequence[StagePlan]) -> None:
         for mesh, planned in zip(value.mesh_ids, value.specs, strict=True):

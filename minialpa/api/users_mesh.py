@@ -74,27 +74,23 @@ def warn_of_moves(plan: Plan, shardings: Sequence[NamedSharding | None]) -> None
         )
 
 
-def typed_pins(call: Call, traced: TracedStep) -> Pins:
-    """The types of arguments and results as pins, so that no array moves at the border of the step."""
-    arguments = zip(traced.in_paths, map(explicit_sharding, call.leaves), strict=False)
-    results = zip(traced.out_paths, traced.out_shardings, strict=False)
-    return _pins(
-        [
-            *(("in_shardings", path, sharding) for path, sharding in arguments),
-            *(("out_shardings", path, sharding) for path, sharding in results),
-        ]
-    )
+def border_pins(call: Call, traced: TracedStep) -> Pins:
+    """Pins with which no array moves at the border of the step.
 
+    They are types of arguments and results. Where no type has a sharding, they are shardings of arrays on the user's
+    mesh that results replace.
+    """
+    types = [
+        *(("in_shardings", *pair) for pair in zip(traced.in_paths, map(explicit_sharding, call.leaves), strict=False)),
+        *(("out_shardings", *pair) for pair in zip(traced.out_paths, traced.out_shardings, strict=False)),
+    ]
+    if any(sharding is not None for _, _, sharding in types):
+        return _pins(types)
 
-def placed_pins(call: Call, traced: TracedStep) -> Pins:
-    """The shardings of arrays on the user's mesh as pins, for arrays that results replace and for these results."""
     placed = list(map(_placed, _arguments(call, traced)))
-    found = []
-    for path, replaced in zip(traced.out_paths, traced.layouts, strict=True):
-        if replaced is not None:
-            found.append(("in_shardings", traced.in_paths[replaced], placed[replaced]))
-            found.append(("out_shardings", path, placed[replaced]))
-    return _pins(found)
+    replacing = [(path, i) for path, i in zip(traced.out_paths, traced.layouts, strict=True) if i is not None]
+    arguments = [("in_shardings", traced.in_paths[i], placed[i]) for _, i in replacing]
+    return _pins([*arguments, *(("out_shardings", path, placed[i]) for path, i in replacing)])
 
 
 def _pins(found: Sequence[tuple[str, str, NamedSharding | None]]) -> Pins:

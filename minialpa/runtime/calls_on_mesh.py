@@ -12,9 +12,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
+from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.runner import BlockedCalls, Runner
+from minialpa.sharding import is_host_array
 from minialpa.support.private_jax import ArrayImpl, on_sharding
 from minialpa.tracing.user_meshes import explicit_sharding
 
@@ -43,14 +46,19 @@ class CallsOnMesh:
         return known[1] if known is not None and known[0]() is leaf else leaf
 
     def _on_mesh(self, array: Any, sharding: NamedSharding | None) -> Any:
-        if sharding is None or type(array) is not ArrayImpl:
+        if sharding is None or not isinstance(array, jax.Array | BlockedArray):
             return array
-        if not array.sharding.is_equivalent_to(sharding, array.ndim):
+        if isinstance(array, BlockedArray):  # on several stages
+            return jax.device_put(np.asarray(array), sharding)
+        target = NamedSharding(sharding.mesh, sharding.spec, memory_kind=array.sharding.memory_kind)
+        if not array.sharding.is_equivalent_to(target, array.ndim):
             is_typed = explicit_sharding(sharding) is not None
             is_elsewhere = array.sharding.device_set != sharding.device_set
-            return jax.device_put(array, sharding) if is_typed or is_elsewhere else array
+            return jax.device_put(array, target) if is_typed or is_elsewhere else array
+        if type(array) is not ArrayImpl or is_host_array(array):
+            return jax.device_put(array, target)
 
-        shown = on_sharding(array, sharding)
+        shown = on_sharding(array, target)
         number = id(shown)
         self._planned[number] = weakref.ref(shown, lambda _: self._planned.pop(number, None)), array
         return shown

@@ -63,7 +63,7 @@ def train_step(state, batch):
     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
 
-def init_params(key, vocabulary=32, width=8, length=16, n_layers=2):
+def init_params(key, vocabulary=32, width=8, length=16, n_layers=1):
     keys = iter(jax.random.split(key, 2 + 4 * n_layers))
 
     def normal(*shape):

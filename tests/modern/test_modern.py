@@ -19,23 +19,47 @@ from tests.modern.methods import METHODS
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_session", "loose_jax"),
-    # Of scripts with `with mesh:`.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    # Of constraints and states that a method places differently.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # `with mesh:` in a script
+    # Donated batches, constraints on a mesh that a stage does not have, results that move between meshes.
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-#: What a method cannot do, by name.
+#: Errors of methods that cannot run a script.
 REFUSED = {
     ("flax_lm1b", "stages"): (InfeasibleError, "in_shardings"),
+    ("many_steps", "micro"): (TraceError, "batch_argnums"),
+    ("many_steps", "stages"): (TraceError, "batch_argnums"),
     ("muon", "stages"): (InfeasibleError, "out_shardings"),
     ("nanodo", "stages"): (InfeasibleError, "in_shardings"),
     ("ppo", "micro"): (TraceError, "batch_argnums"),
     ("ppo", "stages"): (TraceError, "batch_argnums"),
 }
 
-#: The pairs that run always; all others are slow.
-FAST = {}
+#: Scripts whose evaluation fixes shardings that the state does not have after training.
+NOT_EVALUATED = ("flax_gemma", "gpt_pmap", "nnx_metrics")
+
+#: Stacks of layers that stages share have no mesh.
+NOT_RUN = (("explicit_sharded_data", "stages"),)
+
+#: The pairs that are not slow. Every script has slow ones.
+FAST = {
+    "data_parallel_by_hand": ("zero3", "micro"),
+    "expert_dispatch": ("zero3",),
+    "explicit_sharded_data": ("shard",),
+    "fsdp_by_hand": ("shard", "stages"),
+    "host_optimizer": ("zero3", "stages"),
+    "jax_cookbook": ("zero3",),
+    "many_steps": ("shard", "micro"),
+    "muon": ("zero3", "stages"),
+    "nnx_metrics": ("shard", "micro"),
+    "offloaded_activations": ("micro", "stages"),
+    "pipeline_by_hand": ("stages",),
+    "refs_accumulation": ("micro", "stages"),
+    "refs_statistics": ("micro", "stages"),
+    "ring_attention": ("shard",),
+    "synced_batch_norm": ("shard",),
+    "tensor_parallel_by_hand": ("zero3",),
+}
 
 
 @pytest.fixture
@@ -47,17 +71,18 @@ def loose_jax() -> Iterator[None]:
 
 @functools.cache
 def by_author(name: str) -> Any:
-    return script.train(script.as_written(name))
+    return script.train(script.as_written(name), name not in NOT_EVALUATED)
 
 
 def cases() -> Iterator[Any]:
     for name in script.NAMES:
         for method in METHODS:
-            slow = method not in FAST.get(name, ())
-            yield pytest.param(name, method, marks=[pytest.mark.slow] if slow else [])
+            if (name, method) not in NOT_RUN:
+                marks = [] if method in FAST.get(name, ()) else [pytest.mark.slow]
+                yield pytest.param(name, method, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "method"), cases())
+@pytest.mark.parametrize(("name", "method"), list(cases()))
 def test_a_script_trains_as_its_author_trains_it(name: str, method: str) -> None:
     changed = script.under_minialpa(name, METHODS[method])
     if (name, method) in REFUSED:
@@ -66,9 +91,10 @@ def test_a_script_trains_as_its_author_trains_it(name: str, method: str) -> None
             script.train(changed)
         return
 
-    for actual, expected in zip(script.train(changed), by_author(name), strict=True):
+    of_minialpa = script.train(changed, name not in NOT_EVALUATED)
+    for actual, expected in zip(of_minialpa, by_author(name), strict=True):
         assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
 
 
 def test_at_most_three_lines_of_a_script_change() -> None:
-    assert {name: script.changed_lines(name) for name in script.NAMES if script.changed_lines(name) > 3} == {}
+    assert {name: n for name in script.NAMES if (n := script.changed_lines(name)) > 3} == {}
