@@ -22,6 +22,7 @@ from minialpa import (
     AutoLayerOption,
     AutoShardingOption,
     FollowParallel,
+    InfeasibleError,
     MinialpaError,
     PipeshardParallel,
     ShardingError,

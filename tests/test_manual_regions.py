@@ -91,6 +91,10 @@ def scanned(x: Any) -> Any:
     return lax.scan(lambda c, _: (jnp.sin(lax.ppermute(c, "x", RING)), None), x, None, length=3)[0]
 
 
+def branched(x: Any, w: Any) -> Any:
+    return lax.cond(lax.axis_index("y") > 0, lambda x: jnp.tanh(x @ w), lambda x: x @ w / 2, x)
+
+
 REGIONS: dict[str, Callable[..., Any]] = {
     "psum": region(lambda x: lax.psum(x, XY), outs=P()),
     "psum of int8": region(lambda x: lax.psum((9 * x).astype("int8"), XY), outs=P()),
@@ -129,6 +133,8 @@ REGIONS: dict[str, Callable[..., Any]] = {
     "remat around": summed(jax.checkpoint(region(lambda x: jnp.sin(jnp.sin(x) * lax.psum(x, "y"))))),
     "remat inside": summed(region(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x) * lax.psum(x, "y")) + np.arange(16)))),
     "gradient inside": region(lambda x: jax.grad(lambda z: lax.psum(jnp.sin(z * z).sum(), XY))(x)),
+    # jax ends each branch of the derivative with a sum over devices that take either branch.
+    "gradient of branches": summed(lambda w: region(branched, (SPLIT, P()))(square() + 1, w)),
     "nested": nested,
     "partial with a constraint": with_constraint,
     "vmap": lambda x: jax.vmap(region(lambda r: lax.psum(r, "x"), outs=P("y")))(x),
@@ -157,6 +163,20 @@ def test_collectives_without_a_rule_are_refused_by_name() -> None:
     groups = unchecked(lambda x: lax.psum(x, "x", axis_index_groups=[[0, 1], [2, 3]]))
     with pytest.raises(TraceError, match=r"`psum` at .*test_manual_regions.py:\d+ .*has `axis_index_groups`"):
         minialpa.parallelize(groups, batch_argnums=()).plan(square())
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: lax.cond(lax.axis_index("x") > 1, lambda x: 2 * lax.psum(x, XY), lambda x: x, x),
+        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1 + lax.psum(c, "x") ** 2, x),
+    ],
+)
+def test_collectives_where_devices_part_are_refused_by_name(fun: Callable[..., Any]) -> None:
+    with pytest.raises(
+        TraceError, match=r"`(cond|while)` at .*has collectives over the axis `x`, and devices along it"
+    ):
+        minialpa.parallelize(unchecked(fun), batch_argnums=()).plan(square())
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

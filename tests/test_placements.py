@@ -143,7 +143,7 @@ def test_arrays_in_other_memories_are_refused_also_after_others() -> None:
     for _ in range(3):
         step(w, x)
     unpinned = SingleDeviceSharding(jax.devices()[0], memory_kind="unpinned_host")
-    with pytest.raises(TraceError, match="`w` is in host memory of the kind `unpinned_host`.*Use `pinned_host`"):
+    with pytest.raises(TraceError, match=r"`w` is in host memory of the kind `unpinned_host`.*Use `pinned_host`"):
         step(jax.device_put(W, unpinned), x)
     with pytest.raises(ValueError, match="memory_space of all inputs"):  # by jax: the step lacks a move
         step(jax.device_put(W, HOST), x)

@@ -53,7 +53,7 @@ from minialpa.tracing.host_memory import move_of, refuse_work_on_host
 from minialpa.tracing.manual_regions import REGION, whole_program
 from minialpa.tracing.ragged_products import dense_product
 from minialpa.tracing.refs import StepRefs, on_values, without_unchanged
-from minialpa.tracing.user_meshes import has_mesh_in_types, without_meshes
+from minialpa.tracing.user_meshes import is_on_explicit_axes, without_meshes
 
 #: Primitives with a rule, which `keep` adds. Others are written out if possible.
 _KEPT: set[str] = set()
@@ -196,7 +196,7 @@ class _Flattener:
                 self._inline(eqn, env, inner_scope)
             elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 self._replace(eqn, env, scope, _as_reduction(eqn))
-            elif eqn.primitive.name == REGION and (self.writes_out or not has_mesh_in_types(eqn)):
+            elif eqn.primitive.name == REGION and (self.writes_out or not is_on_explicit_axes(eqn)):
                 whole = whole_program(eqn)
                 operands = [_read(env, atom) for atom in eqn.invars]
                 results = self._body(whole.jaxpr, whole.consts, operands, inner_scope, whole.jaxpr.eqns, eqn)

@@ -19,7 +19,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from minialpa.errors import TraceError
-from minialpa.ir.equations import Atom, aval_of, called, is_call, is_literal, source_line, type_of, with_each_body
+from minialpa.ir.equations import (
+    Atom,
+    aval_of,
+    called,
+    is_call,
+    is_literal,
+    source_line,
+    type_of,
+    with_bodies,
+    with_each_body,
+)
 from minialpa.support.private_jax import (
     NO_MESH,
     at_line_of,
@@ -30,7 +40,8 @@ from minialpa.support.private_jax import (
     with_constants_as_arguments,
 )
 from minialpa.tracing.collectives import COLLECTIVES, along_axis, on_each
-from minialpa.tracing.user_meshes import without_meshes, without_meshes_inside
+from minialpa.tracing.divergence import collective_axes, same_along, summed_over, with_sums_after
+from minialpa.tracing.user_meshes import auto_mesh, without_meshes, without_meshes_inside
 
 REGION = "shard_map"
 _REMATS = ("remat2", "checkpoint")
@@ -51,7 +62,7 @@ def _whole_program(eqn: JaxprEqn) -> ClosedJaxpr:
     in_specs = [_entries(*pair) for pair in zip(eqn.params["in_specs"], eqn.invars, strict=True)]
     out_specs = [_entries(*pair) for pair in zip(eqn.params["out_specs"], body.outvars, strict=True)]
     varying = [[axis for axis in sizes if any(axis in entry for entry in spec)] for spec in in_specs]
-    whole_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    whole_mesh = auto_mesh(mesh)
     program, in_front = _on_all_devices(body, whole_mesh, sizes, varying)
 
     # Dimensions of a part are whole, or split over the axes that are not manual.
@@ -181,9 +192,18 @@ def _results(mesh: AbstractMesh, eqn: JaxprEqn, operands: list[Any]) -> Sequence
     if name in _DRAWS:
         return _drawn(eqn, operands)
 
+    eqn, sums = with_sums_after(eqn) if name == "cond" else (eqn, {})
     local = with_each_body(lambda body: _local_body(mesh, body.jaxpr, body.consts), eqn)
+    axes = collective_axes(eqn)
+    if name == "cond":
+        operands = [same_along(axes, eqn, operands[0]), *operands[1:]]
+    elif name == "while" and axes:
+        go_on = jaxpr_as_fun(local.params["cond_jaxpr"])
+        types = local.params["cond_jaxpr"].in_avals
+        decided = jax.make_jaxpr(lambda *args: [same_along(axes, eqn, go_on(*args)[0])])(*types)
+        local = with_bodies(local, {"cond_jaxpr": decided})
     found = rebind(local, operands, local.params)
-    return found if eqn.primitive.multiple_results else [found]
+    return summed_over(found, sums) if eqn.primitive.multiple_results else [found]
 
 
 def _drawn(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:

@@ -33,6 +33,11 @@ def explicit_sharding(array_or_type: Any) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *[None] * n_missing))
 
 
+def auto_mesh(mesh: Any) -> AbstractMesh:
+    """The mesh without devices, with Auto axes only."""
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
 def is_unreduced(sharding: NamedSharding) -> bool:
     return bool(getattr(sharding.spec, "unreduced", None))
 
@@ -58,9 +63,10 @@ def _meshes(eqn: JaxprEqn) -> list[Any]:
     return found + [mesh for var in eqn.outvars for mesh in _meshes_of_type(var)]
 
 
-def has_mesh_in_types(eqn: JaxprEqn) -> bool:
-    """Whether an operand or result has a mesh in its type, which the mesh of the context has to match."""
-    return any(map(_meshes_of_type, (*eqn.invars, *eqn.outvars)))
+def is_on_explicit_axes(eqn: JaxprEqn) -> bool:
+    """Whether the mesh of the context, or of an operand's type, has Explicit axes."""
+    operands = [mesh for atom in eqn.invars for mesh in _meshes_of_type(atom)]
+    return any(AxisType.Explicit in mesh.axis_types for mesh in (mesh_of(eqn), *operands) if mesh is not None)
 
 
 def _meshes_of_type(atom: Atom) -> list[Any]:
@@ -121,7 +127,7 @@ def _sharding_by_user(eqn: JaxprEqn) -> NamedSharding | None:
     # A dimension without axes may have axes that are not Explicit.
     rest = None if set(kinds.values()) == {AxisType.Explicit} else PartitionSpec.UNCONSTRAINED
     entries = [*given.spec, *[None] * (len(shape_of(eqn.outvars[0])) - len(given.spec))]
-    mesh = AbstractMesh(given.mesh.axis_sizes, given.mesh.axis_names)
+    mesh = auto_mesh(given.mesh)
     return NamedSharding(mesh, PartitionSpec(*[rest if entry is None else entry for entry in entries]))
 
 
@@ -137,7 +143,7 @@ def _clean_param(eqn: JaxprEqn, value: Any, known: dict[Any, Any]) -> Any:
         case Sharding() if not is_constraint(eqn):
             return None
         case NamedSharding() if AxisType.Manual in value.mesh.axis_types:
-            return NamedSharding(AbstractMesh(value.mesh.axis_sizes, value.mesh.axis_names), value.spec)
+            return NamedSharding(auto_mesh(value.mesh), value.spec)
         case ClosedJaxpr() | Jaxpr():
             return without_meshes_inside(value, known)
         case tuple() if any(isinstance(one, ClosedJaxpr) for one in value):

@@ -117,6 +117,7 @@ def make():
 
 
 CHANGES = {
-    "jit_train_step = jax.jit(": "jit_train_step = minialpa.parallelize(",
-    "        donate_argnums=0,\n": "        donate_argnums=0,\n        method=method,\n",
+    "    jit_eval_step = jax.jit(": (
+        "    jit_train_step = minialpa.parallelize(jit_train_step, method=method)\n    jit_eval_step = jax.jit("
+    ),
 }

@@ -116,8 +116,5 @@ def make():
 
 
 CHANGES = {
-    "step_fn = jax.jit(": "step_fn = minialpa.parallelize(",
-    '        donate_argnames=("state", "in_bxl"),\n': (
-        '        donate_argnames=("state", "in_bxl"),\n        method=method,\n'
-    ),
+    "    eval_fn = jax.jit(": ("    step_fn = minialpa.parallelize(step_fn, method=method)\n    eval_fn = jax.jit("),
 }

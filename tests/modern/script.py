@@ -58,7 +58,7 @@ def under_minialpa(name: str, method: Any) -> Script:
 
 
 def train(script: Script, evaluate: bool = True) -> tuple[list[Any], list[Any], list[Any]]:
-    """The metrics of all steps, the arrays of the last state, and those of its evaluation."""
+    """The metrics of all steps, and the arrays of the last state and of its evaluation."""
     state, metrics = script.state, []
     with script.context():
         for batch in script.batches:

@@ -26,22 +26,17 @@ pytestmark = [
 
 #: Errors of methods that cannot run a script.
 REFUSED = {
-    ("flax_lm1b", "stages"): (InfeasibleError, "in_shardings"),
     ("many_steps", "micro"): (TraceError, "batch_argnums"),
     ("many_steps", "stages"): (TraceError, "batch_argnums"),
     ("muon", "stages"): (InfeasibleError, "out_shardings"),
-    ("nanodo", "stages"): (InfeasibleError, "in_shardings"),
     ("ppo", "micro"): (TraceError, "batch_argnums"),
     ("ppo", "stages"): (TraceError, "batch_argnums"),
 }
 
-#: Scripts whose evaluation fixes shardings that the state does not have after training.
-NOT_EVALUATED = ("flax_gemma", "gpt_pmap", "nnx_metrics")
+#: Scripts whose evaluation in `pmap` fixes shardings that the state does not have after training.
+NOT_EVALUATED = ("gpt_pmap",)
 
-#: Stacks of layers that stages share have no mesh.
-NOT_RUN = (("explicit_sharded_data", "stages"),)
-
-#: The pairs that are not slow. Every script has slow ones.
+#: The pairs that are not slow.
 FAST = {
     "data_parallel_by_hand": ("zero3", "micro"),
     "expert_dispatch": ("zero3",),
@@ -77,9 +72,8 @@ def by_author(name: str) -> Any:
 def cases() -> Iterator[Any]:
     for name in script.NAMES:
         for method in METHODS:
-            if (name, method) not in NOT_RUN:
-                marks = [] if method in FAST.get(name, ()) else [pytest.mark.slow]
-                yield pytest.param(name, method, marks=marks)
+            marks = [] if method in FAST.get(name, ()) else [pytest.mark.slow]
+            yield pytest.param(name, method, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "method"), list(cases()))

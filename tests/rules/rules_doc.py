@@ -22,10 +22,10 @@ The dimensions of each operation that may be split. `tests/rules/rules_doc.py` m
 
 Letters are the factors of one equation: a mesh axis that splits a factor splits every dimension with this factor. A
 small letter may be split, a capital letter may not. `A'`, a capital letter with a prime, may be split over devices,
-which then know their position or pass slices to each other, but not inside a loop or over micro-batches. `sum(b)` means that splitting `b`,
-which the result lacks, leaves partial sums; `max(b)` and the others are similar. `(a b)` is one dimension of two
-factors, the first outermost. A `scan` with matrix products is planned equation by equation instead, with collectives in
-each iteration.
+which then know their position or pass slices to each other, but not inside a loop or over micro-batches. `sum(b)` means
+that splitting `b`, which the result lacks, leaves partial sums; `max(b)` and the others are similar. `(a b)` is one
+dimension of two factors, the first outermost. A `scan` with matrix products is planned equation by equation instead,
+with collectives in each iteration.
 
 The rows of `pallas_call`, `custom_partitioning`, `ffi_call` and `minialpa_function` are examples: their factors depend
 on the kernel, see [kernels.md](kernels.md). Every device computes unlisted primitives in full, with one warning that

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import minialpa
 from minialpa.api.call_patterns import CallPattern
@@ -95,7 +95,7 @@ def test_calls_of_a_training_loop_are_known_and_compute_what_they_should(
         "the last device": lambda batch: jax.device_put(batch, jax.devices()[-1]),
         "placed": lambda batch: train.place_batch(batch),
         "split": lambda batch: jax.device_put(
-            batch, NamedSharding(jax.make_mesh((n_devices,), ("i",), devices=devices), PartitionSpec("i"))
+            batch, NamedSharding(Mesh(np.array(devices), ("i",)), PartitionSpec("i"))
         ),
     }
     state, expected = make_state(), make_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -188,14 +189,14 @@ def test_a_constraint_that_cannot_hold_is_a_hint_and_no_pin() -> None:
 def test_a_hint_chooses_among_equally_fast_shardings(force: str) -> None:
     """Square arrays: rows and columns cost the same."""
 
-    def step(x: Any) -> Any:
+    def step(x: Any, spec: P) -> Any:
         return jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, spec)) + 1
 
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     option, found = AutoShardingOption(shardings=force), []
     for spec in (P("data"), P(None, "data")):
         method = ShardParallel(auto_sharding_option=option)
-        parallel = minialpa.parallelize(step, method=method, batch_argnums=())
+        parallel = minialpa.parallelize(functools.partial(step, spec=spec), method=method, batch_argnums=())
         found.append(parallel.plan(jax.ShapeDtypeStruct((64, 64), jnp.float32)).inputs[0].specs[0])
     assert (found[0] == found[1]) == (force == "ignore")
 
