@@ -48,12 +48,14 @@ class RemoteArray(NDArrayOperatorsMixin):
         dtype: dtype of the whole array.
         weak_type: whether jax promotes it to the dtypes of other operands, like Python numbers.
         in_host: whether it is in host memory (`pinned_host`).
+        user_sharding: its sharding on a mesh of the user in this process; None without one.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
     in_host: bool = False
+    user_sharding: Any = None
 
     def _fetch(self) -> Any:
         """The value: a NumPy array, or a jax array of typed keys."""

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import minialpa
 from minialpa import AutoLayerOption, AutoShardingOption, PipeshardParallel, ShardParallel, TraceError, Zero3Parallel
 from minialpa.testing import assert_allclose
+from tests.runtime.cluster.in_process_session import in_process_session
 
 pytestmark = pytest.mark.usefixtures("fresh_session")
 
@@ -133,3 +134,20 @@ def test_other_shardings_of_types_are_another_program(mesh: Mesh) -> None:
         x = jax.device_put(jnp.ones((8, 8)), spec)
         assert parallel(x).sharding == jax.jit(lambda x: 2 * x)(x).sharding
     assert seen == [P("data", None), P("model", None)]
+
+
+def test_on_workers_types_and_refs_stay_on_the_users_mesh(mesh: Mesh) -> None:
+    def step(params: Any, count: Any, x: Any) -> Any:
+        count[...] += 1
+        return train_step(params, x)
+
+    params, x = arguments(mesh)
+    expected, loss = jax.jit(train_step)(jax.jit(train_step)(params, x)[0], x)
+    count = jax.new_ref(jax.device_put(0, NamedSharding(mesh, P())))
+    with in_process_session(1, 4):
+        parallel = minialpa.parallelize(step, method=ShardParallel(), donate_argnums=())
+        found, _ = parallel(params, count, x)
+        found, value = parallel(found, count, x)  # the types of arrays on workers have shardings, too
+        assert len(parallel._executables) == 1
+        assert count[...] == 2
+        assert_allclose((found, value), (expected, loss), rtol=1e-5, atol=1e-6)

@@ -39,8 +39,9 @@ def compile_step(call: Call, traced: TracedStep, plan: Plan, target: Target, ses
     with phase("emitting instructions"), collection_paused():
         program = emit_program(traced, plan)
     runner = _make_runner(program, traced, target, session)
-    shardings = shardings_of_results(call, traced) if session.runtime is None else []
-    warn_of_moves(plan, shardings)
+    shardings = shardings_of_results(call, traced)
+    if session.runtime is None:
+        warn_of_moves(plan, shardings)
     return Executable(
         plan,
         program,

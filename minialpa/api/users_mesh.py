@@ -30,7 +30,7 @@ def _arguments(call: Call, traced: TracedStep) -> list[Any]:
 
 def _placed(array: Any) -> NamedSharding | None:
     """The sharding that the user gave to an array on several devices."""
-    sharding = array.sharding if type(array) is ArrayImpl else None
+    sharding = array.sharding if type(array) is ArrayImpl else getattr(array, "user_sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1 or is_planned_mesh(sharding.mesh):
         return None
     return sharding

@@ -1,7 +1,7 @@
 """Calls of a program whose arrays are on the user's mesh: each result comes back in a sharding of that mesh.
 
-Where the program leaves the same shards, an array only changes its sharding object. Else it is moved, unless it is on
-the devices of the mesh and its type has no sharding.
+A result moves if it is on other devices than the mesh, or if its type has a sharding. A move to the same shards only
+changes the sharding object.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from minialpa.arrays import RemoteArray
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.runner import BlockedCalls, Runner
-from minialpa.sharding import is_host_array
-from minialpa.support.private_jax import ArrayImpl, on_sharding
 from minialpa.tracing.user_meshes import explicit_sharding
 
 
@@ -27,13 +26,21 @@ class CallsOnMesh:
 
     def __init__(self, calls: Runner | BlockedCalls, shardings: Sequence[NamedSharding | None]) -> None:
         self._calls, self._shardings = calls, shardings
+        #: For each result: the sharding in which the last call left it, and its target, or None if it stays.
+        self._targets: list[tuple[Any, NamedSharding | None]] = [(None, None)] * len(shardings)
         #: By `id` of an array on the user's mesh: a reference to it, and the array with the same shards in the plan's
         #: sharding, whose memory the next call may take over.
         self._planned: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
         results = self._calls([self._as_planned(leaf) for leaf in leaves], traced=traced)
-        return [self._on_mesh(*pair) for pair in zip(results, self._shardings, strict=True)]
+        targets = {k: target for k, array in enumerate(results) if (target := self._target(k, array)) is not None}
+        if targets:
+            made = [np.asarray(x) if isinstance(x, BlockedArray) else x for x in (results[k] for k in targets)]
+            for k, shown in zip(targets, jax.device_put(made, list(targets.values())), strict=True):
+                self._note(shown, results[k])
+                results[k] = shown
+        return results
 
     def turn(self) -> AbstractContextManager[None]:
         return self._calls.turn()
@@ -41,24 +48,37 @@ class CallsOnMesh:
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         return self._calls.place(leaves)
 
+    def _target(self, number: int, array: Any) -> NamedSharding | None:
+        """The sharding to which result `number` moves; None if it stays."""
+        sharding = self._shardings[number]
+        if sharding is None:
+            return None
+        if isinstance(array, BlockedArray) and isinstance(array.blocks[0], jax.Array):  # on several stages
+            return sharding
+        if isinstance(array, RemoteArray):  # on workers
+            array.user_sharding = sharding
+            return None
+
+        left_in, target = self._targets[number]
+        if left_in is not array.sharding:
+            target = _target_of(array, sharding)
+            self._targets[number] = array.sharding, target
+        return target
+
     def _as_planned(self, leaf: Any) -> Any:
         known = self._planned.get(id(leaf))
         return known[1] if known is not None and known[0]() is leaf else leaf
 
-    def _on_mesh(self, array: Any, sharding: NamedSharding | None) -> Any:
-        if sharding is None or not isinstance(array, jax.Array | BlockedArray):
-            return array
-        if isinstance(array, BlockedArray):  # on several stages
-            return jax.device_put(np.asarray(array), sharding)
-        target = NamedSharding(sharding.mesh, sharding.spec, memory_kind=array.sharding.memory_kind)
-        if not array.sharding.is_equivalent_to(target, array.ndim):
-            is_typed = explicit_sharding(sharding) is not None
-            is_elsewhere = array.sharding.device_set != sharding.device_set
-            return jax.device_put(array, target) if is_typed or is_elsewhere else array
-        if type(array) is not ArrayImpl or is_host_array(array):
-            return jax.device_put(array, target)
+    def _note(self, shown: Any, made: Any) -> None:
+        """Keep the array of the plan for the next call, if both have the same shards and so share memory."""
+        if isinstance(made, jax.Array) and made.sharding.is_equivalent_to(shown.sharding, made.ndim):
+            key = id(shown)
+            self._planned[key] = weakref.ref(shown, lambda _: self._planned.pop(key, None)), made
 
-        shown = on_sharding(array, target)
-        number = id(shown)
-        self._planned[number] = weakref.ref(shown, lambda _: self._planned.pop(number, None)), array
-        return shown
+
+def _target_of(array: jax.Array, sharding: NamedSharding) -> NamedSharding | None:
+    """The sharding of the user's mesh, in the memory of the array; None if the array stays."""
+    is_elsewhere = array.sharding.device_set != sharding.device_set
+    if not is_elsewhere and explicit_sharding(sharding) is None:
+        return None
+    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=array.sharding.memory_kind)

@@ -318,7 +318,8 @@ class _Elsewhere(ArrayRefImpl):
         # jax changes this committed array in place, so it shares no memory with the fetched value.
         if self._here is None:
             here = jax.numpy.array(self._array[...], copy=True)
-            self._here = jax.device_put(here, jax.local_devices()[0])
+            place = getattr(self._array, "user_sharding", None) or jax.local_devices()[0]
+            self._here = jax.device_put(here, place)
         return self._here
 
     def value(self) -> Any:
@@ -730,18 +731,6 @@ def addresses_of(array: jax.Array) -> set[int]:
 
 
 # ---- typed keys that are elsewhere -----------------------------------------------------------------------------------
-
-
-def on_sharding(array: jax.Array, sharding: Any) -> jax.Array:
-    """The same shards as an array with another sharding that cuts the array in the same way, on the same devices."""
-    private: Any = array
-    aval = jax.core.ShapedArray(
-        array.shape,
-        array.dtype,
-        weak_type=array.weak_type,
-        sharding=jax.sharding.NamedSharding(sharding.mesh.abstract_mesh, sharding.spec),
-    )
-    return ArrayImpl(aval, sharding, private._arrays, committed=True, _skip_checks=True)
 
 
 def class_of_remote_keys(of_arrays: type) -> type:

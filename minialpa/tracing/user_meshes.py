@@ -23,8 +23,9 @@ from minialpa.support.private_jax import NO_MESH, mesh_of, name_stack, under_mes
 def explicit_sharding(array_or_type: Any) -> NamedSharding | None:
     """The sharding on Explicit axes of an array, a type or a sharding, with an entry for each dimension of an array."""
     if isinstance(array_or_type, RemoteArray):
-        return None
-    sharding = array_or_type if isinstance(array_or_type, Sharding) else getattr(array_or_type, "sharding", None)
+        sharding = array_or_type.user_sharding
+    else:
+        sharding = array_or_type if isinstance(array_or_type, Sharding) else getattr(array_or_type, "sharding", None)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
     n_missing = len(getattr(array_or_type, "shape", ())) - len(sharding.spec)
