@@ -1,7 +1,7 @@
 """Steps with `shard_map`: the collectives of the plan beside the collectives of the author's own program.
 
-Both programs are compiled for eight CPU devices. The seconds are those of all their collectives on eight H100s by the
-cost model, loops counted.
+Both programs are compiled for eight CPU devices. The cost model prices all their collectives on eight H100s, loops
+counted.
 """
 
 from __future__ import annotations

@@ -182,11 +182,17 @@ def _of_arguments(
     shapes = [shape_of(var) for var in traced.flat.invars]
     # Arguments with keywords come after positional ones.
     yield from zip([_SIDES[0]] * len(entries), traced.in_paths, entries, shapes, strict=False)
-    if call.graph is not None:
-        starts = _starts(children)
-        in_graph = [i for i, name in enumerate(numbers) if name in call.graph.names]
-        updated = [entry for i in in_graph for entry in entries[starts[i] : starts[i + 1]]]
-        yield from zip([_SIDES[1]] * len(updated), traced.out_paths, updated, _result_shapes(traced), strict=False)
+    updated = _of_modules(call, numbers, children, entries)
+    yield from zip([_SIDES[1]] * len(updated), traced.out_paths, updated, _result_shapes(traced), strict=False)
+
+
+def _of_modules(call: Call, numbers: Sequence[int], trees: Sequence[PyTreeDef], entries: Sequence[Any]) -> list[Any]:
+    """The entries of the modules among the arguments, whose new values come first in the results."""
+    if call.graph is None:
+        return []
+    starts = _starts(trees)
+    in_graph = [i for i, name in enumerate(numbers) if name in call.graph.names]
+    return [entry for i in in_graph for entry in entries[starts[i] : starts[i + 1]]]
 
 
 def _by_filters(entry: Any, tree: PyTreeDef) -> Any:

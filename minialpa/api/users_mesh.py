@@ -14,11 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.api.pins import NO_PINS, Pins
 from minialpa.calls import Call
-from minialpa.ir.equations import aval_of, is_in_host
 from minialpa.plan import Plan
 from minialpa.sharding import is_planned_mesh
 from minialpa.support.private_jax import ArrayImpl, value_of_ref, warn
-from minialpa.tracing.host_memory import HOST_KIND
 from minialpa.tracing.trace import TracedStep
 from minialpa.tracing.user_meshes import explicit_sharding
 
@@ -40,27 +38,28 @@ def shardings_of_results(call: Call, traced: TracedStep) -> list[NamedSharding |
     """For each result, and each new value of a Ref, its sharding on the user's mesh; empty without such a mesh."""
     arguments = _arguments(call, traced)
     placed = list(map(_placed, arguments))
-    meshes = {s.mesh.abstract_mesh: s.mesh for s in placed if s is not None and isinstance(s.mesh, Mesh)}
-    given = call.mesh.devices if isinstance(call.mesh.devices, Mesh) and not call.mesh.devices.empty else None
-    if given is not None:
-        meshes.setdefault(given.abstract_mesh, given)
+    meshes = _meshes(call, placed)
     if not meshes:
         return []
 
-    on_all = NamedSharding(given or next(iter(meshes.values())), PartitionSpec())
+    on_all = NamedSharding(meshes[0], PartitionSpec())
+    devices_of = {mesh.abstract_mesh: mesh for mesh in reversed(meshes)}
     typed = [*traced.out_shardings, *(explicit_sharding(arguments[i]) for i in traced.refs.updated)]
     found: list[NamedSharding | None] = []
     for sharding, replaced in zip(typed, traced.layouts, strict=True):
         if sharding is None:
             found.append((None if replaced is None else placed[replaced]) or on_all)
         else:
-            mesh = meshes.get(sharding.mesh.abstract_mesh)
+            mesh = devices_of.get(sharding.mesh.abstract_mesh)
             found.append(None if mesh is None else NamedSharding(mesh, sharding.spec))
-    in_host = [is_in_host(aval_of(atom)) for atom in traced.flat.outvars]
-    return [
-        sharding.with_memory_kind(HOST_KIND) if sharding is not None and is_host else sharding
-        for sharding, is_host in zip(found, in_host, strict=True)
-    ]
+    return found
+
+
+def _meshes(call: Call, placed: Sequence[NamedSharding | None]) -> list[Mesh]:
+    """The mesh of `jax.set_mesh`, and then the meshes of arrays."""
+    given = call.mesh.devices
+    set_mesh = [given] if isinstance(given, Mesh) and not given.empty else []
+    return [*set_mesh, *(s.mesh for s in placed if s is not None and isinstance(s.mesh, Mesh))]
 
 
 def warn_of_moves(plan: Plan, shardings: Sequence[NamedSharding | None]) -> None:

@@ -102,7 +102,17 @@ def _step_lines(plan: Plan, *, full: bool) -> Iterator[str]:
     yield from _wrapped(f"Plan of {model} for {header(plan)}" if model else f"Plan for {header(plan)}")
     yield from _wrapped(_rates_text(plan))
     yield from _time_lines(plan)
+    yield from _choice_lines(plan, full=full)
 
+    statistics = [f"Each micro-batch has its own {one}" for one in plan.per_micro_batch]
+    for texts, what in ((statistics, "statistic"), (list(map(ragged_text, plan.ragged_products)), "product")):
+        more = f" ({count(len(texts) - 1, f'more {what}')})" if len(texts) > 1 and not full else ""
+        for text in texts if full else texts[:1]:
+            yield from _wrapped(f"{text}{more}")
+
+
+def _choice_lines(plan: Plan, *, full: bool) -> Iterator[str]:
+    """The batch that was found, the search, and the shardings in the step."""
     if plan.batch:
         listed = ", ".join(f"`{name}`" for name in plan.batch)
         what = "argument" if len(plan.batch) == 1 else "arguments"
@@ -112,13 +122,8 @@ def _step_lines(plan: Plan, *, full: bool) -> Iterator[str]:
     if plan.search_not_made is not None:
         yield from _wrapped(no_search_text(plan.search_not_made))
     if plan.user_shardings:
-        yield from _wrapped(user_shardings_text(plan.user_shardings, most=2 if not full else len(plan.user_shardings)))
-
-    statistics = [f"Each micro-batch has its own {one}" for one in plan.per_micro_batch]
-    for texts, what in ((statistics, "statistic"), (list(map(ragged_text, plan.ragged_products)), "product")):
-        more = f" ({count(len(texts) - 1, f'more {what}')})" if len(texts) > 1 and not full else ""
-        for text in texts if full else texts[:1]:
-            yield from _wrapped(f"{text}{more}")
+        most = len(plan.user_shardings) if full else 2
+        yield from _wrapped(user_shardings_text(plan.user_shardings, most=most))
 
 
 def _rates_text(plan: Plan) -> str:

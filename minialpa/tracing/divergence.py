@@ -34,22 +34,28 @@ def collective_axes(eqn: JaxprEqn) -> tuple[str, ...]:
 def with_sums_after(eqn: JaxprEqn) -> tuple[JaxprEqn, Mapping[int, tuple[str, ...]]]:
     """A `cond` without the sums that end all its branches, and their axes by the number of the result."""
     branches = [closed.jaxpr for closed in eqn.params["branches"]]
-    sums = {}
-    for k in range(len(eqn.outvars)):
-        axes = {found for branch in branches if (found := _axes_of_sum(branch, branch.outvars[k])) is not None}
-        is_sum = all(_axes_of_sum(b, b.outvars[k]) is not None or _is_zero(b, b.outvars[k]) for b in branches)
-        if len(axes) == 1 and is_sum:
-            sums[k] = axes.pop()
+    axes = {k: _axes_of_last_sums(branches, k) for k in range(len(eqn.outvars))}
+    sums = {k: found for k, found in axes.items() if found is not None}
     if not sums:
         return eqn, {}
+    bodies = tuple(_without_sums(closed, sums) for closed in eqn.params["branches"])
+    return with_bodies(eqn, {"branches": bodies}), sums
 
-    bodies = []
-    for closed, branch in zip(eqn.params["branches"], branches, strict=True):
-        ends = [_before_sum(branch, atom) if k in sums else atom for k, atom in enumerate(branch.outvars)]
-        read = {v for eqn in branch.eqns for v in operand_vars(eqn)} | {v for v in ends if not is_literal(v)}
-        eqns = [eqn for eqn in branch.eqns if eqn.primitive.name not in _SUMS or not read.isdisjoint(eqn.outvars)]
-        bodies.append(ClosedJaxpr(branch.replace(eqns=eqns, outvars=ends), closed.consts))
-    return with_bodies(eqn, {"branches": tuple(bodies)}), sums
+
+def _axes_of_last_sums(branches: Sequence[Any], k: int) -> tuple[str, ...] | None:
+    """The axes of the sums that make result `k` in all branches, in some of which it may be zero."""
+    found = [_axes_of_sum(branch, branch.outvars[k]) for branch in branches]
+    others = [branch for branch, axes in zip(branches, found, strict=True) if axes is None]
+    axes = {one for one in found if one is not None}
+    return axes.pop() if len(axes) == 1 and all(_is_zero(branch, branch.outvars[k]) for branch in others) else None
+
+
+def _without_sums(closed: Any, sums: Mapping[int, tuple[str, ...]]) -> ClosedJaxpr:
+    branch = closed.jaxpr
+    ends = [_before_sum(branch, atom) if k in sums else atom for k, atom in enumerate(branch.outvars)]
+    read = {v for eqn in branch.eqns for v in operand_vars(eqn)} | {v for v in ends if not is_literal(v)}
+    eqns = [eqn for eqn in branch.eqns if eqn.primitive.name not in _SUMS or not read.isdisjoint(eqn.outvars)]
+    return ClosedJaxpr(branch.replace(eqns=eqns, outvars=ends), closed.consts)
 
 
 def _maker(branch: Any, atom: Any) -> JaxprEqn | None:

@@ -197,10 +197,7 @@ class _Flattener:
             elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 self._replace(eqn, env, scope, _as_reduction(eqn))
             elif eqn.primitive.name == REGION and (self.writes_out or not is_on_explicit_axes(eqn)):
-                whole = whole_program(eqn)
-                operands = [_read(env, atom) for atom in eqn.invars]
-                results = self._body(whole.jaxpr, whole.consts, operands, inner_scope, whole.jaxpr.eqns, eqn)
-                env.update(zip(eqn.outvars, results, strict=True))
+                self._inline_region(eqn, env, inner_scope)
             elif self.writes_out and (written := written_out(eqn)) is not None:
                 self._replace(eqn, env, scope, written)
             elif moves_memory(eqn):
@@ -229,6 +226,12 @@ class _Flattener:
         operands = [_read(env, atom) for atom in eqn.invars]
         eqns = [with_source_of(inner, eqn) for inner in traced.jaxpr.eqns]
         results = self._body(traced.jaxpr, traced.consts, operands, scope, eqns)
+        env.update(zip(eqn.outvars, results, strict=True))
+
+    def _inline_region(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
+        whole = whole_program(eqn)
+        operands = [_read(env, atom) for atom in eqn.invars]
+        results = self._body(whole.jaxpr, whole.consts, operands, scope, whole.jaxpr.eqns, eqn)
         env.update(zip(eqn.outvars, results, strict=True))
 
     def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:

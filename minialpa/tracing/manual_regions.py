@@ -170,13 +170,11 @@ def _results(mesh: AbstractMesh, eqn: JaxprEqn, operands: list[Any]) -> Sequence
     name = eqn.primitive.name
     if name in _UNCHANGED:
         return operands
+    _check_rule(eqn)
     if name in COLLECTIVES:
-        if eqn.params.get("axis_index_groups") is not None:
-            remedy = "Make a mesh with one axis for the groups, and name the other"
-            raise _refusal(eqn, "has `axis_index_groups`", remedy)
         return [COLLECTIVES[name](partial(along_axis, mesh), x, eqn.params) for x in operands]
-    if name in _WITHOUT_RULE:
-        raise _refusal(eqn, "has no rule", "Use `psum`, `all_gather`, `psum_scatter`, `all_to_all` or `ppermute`")
+    if name in _DRAWS:
+        return _drawn(eqn, operands)
     if name == REGION:
         program = whole_program(eqn)
         return _evaluate(mesh, program.jaxpr, program.consts, *operands)
@@ -189,21 +187,44 @@ def _results(mesh: AbstractMesh, eqn: JaxprEqn, operands: list[Any]) -> Sequence
         by_atom = {id(atom): x for atom, x in zip(eqn.invars, operands, strict=True)}
         given = [by_atom[id(atom)] for atom in atoms]
         return _evaluate(mesh, getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *given)
-    if name in _DRAWS:
-        return _drawn(eqn, operands)
-
-    eqn, sums = with_sums_after(eqn) if name == "cond" else (eqn, {})
-    local = with_each_body(lambda body: _local_body(mesh, body.jaxpr, body.consts), eqn)
-    axes = collective_axes(eqn)
     if name == "cond":
-        operands = [same_along(axes, eqn, operands[0]), *operands[1:]]
-    elif name == "while" and axes:
-        go_on = jaxpr_as_fun(local.params["cond_jaxpr"])
-        types = local.params["cond_jaxpr"].in_avals
-        decided = jax.make_jaxpr(lambda *args: [same_along(axes, eqn, go_on(*args)[0])])(*types)
-        local = with_bodies(local, {"cond_jaxpr": decided})
+        return _branch(mesh, eqn, operands)
+
+    local = _with_local_bodies(mesh, eqn)
+    if name == "while":
+        local = _with_shared_decisions(local, collective_axes(eqn))
     found = rebind(local, operands, local.params)
-    return summed_over(found, sums) if eqn.primitive.multiple_results else [found]
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def _check_rule(eqn: JaxprEqn) -> None:
+    """Raise TraceError for a collective without a rule."""
+    if eqn.primitive.name in _WITHOUT_RULE:
+        raise _refusal(eqn, "has no rule", "Use `psum`, `all_gather`, `psum_scatter`, `all_to_all` or `ppermute`")
+    if eqn.primitive.name in COLLECTIVES and eqn.params.get("axis_index_groups") is not None:
+        remedy = "Make a mesh with one axis for the groups, and name the other"
+        raise _refusal(eqn, "has `axis_index_groups`", remedy)
+
+
+def _branch(mesh: AbstractMesh, eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    eqn, sums = with_sums_after(eqn)
+    local = _with_local_bodies(mesh, eqn)
+    index = same_along(collective_axes(eqn), eqn, operands[0])
+    return summed_over(rebind(local, [index, *operands[1:]], local.params), sums)
+
+
+def _with_shared_decisions(loop: JaxprEqn, axes: tuple[str, ...]) -> JaxprEqn:
+    """A `while` that `same_along` checks along `axes`."""
+    if not axes:
+        return loop
+    goes_on = loop.params["cond_jaxpr"]
+    decide = jaxpr_as_fun(goes_on)
+    decided = jax.make_jaxpr(lambda *args: [same_along(axes, loop, decide(*args)[0])])(*goes_on.in_avals)
+    return with_bodies(loop, {"cond_jaxpr": decided})
+
+
+def _with_local_bodies(mesh: AbstractMesh, eqn: JaxprEqn) -> JaxprEqn:
+    return with_each_body(lambda body: _local_body(mesh, body.jaxpr, body.consts), eqn)
 
 
 def _drawn(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:

@@ -149,28 +149,34 @@ def _check_uses(jaxpr: Jaxpr) -> None:
     made: set[Var] = set()
     frozen: set[Var] = set()
     for eqn in jaxpr.eqns:
-        refs = [atom for atom in (*eqn.invars, *eqn.outvars) if not is_literal(atom) and is_ref(atom.aval)]
-        if frozen.intersection(refs):
-            raise TraceError(
-                f"`{eqn.primitive.name}`{_place(eqn)} uses a Ref after `jax.freeze`. Use the array that `jax.freeze` "
-                "returns, or read `ref[...]` instead of `jax.freeze(ref)`."
-            )
-        if any(getattr(ref.aval, "memory_space", None) not in (None, jax.memory.Space.Device) for ref in refs):
-            raise TraceError(
-                f"`{eqn.primitive.name}`{_place(eqn)} uses a Ref with a memory space. Keep the value in an array, and "
-                "pass and return it."
-            )
-        if eqn.primitive.name in ("freeze", "free_ref"):
-            if not made.issuperset(refs):
-                raise TraceError(
-                    f"`jax.{eqn.primitive.name}`{_place(eqn)} ends a Ref that the step, or an inner function, did not "
-                    "create. Read `ref[...]` instead."
-                )
+        refs = {atom for atom in (*eqn.invars, *eqn.outvars) if not is_literal(atom) and is_ref(atom.aval)}
+        _check_use(eqn, refs, is_frozen=not frozen.isdisjoint(refs), is_own=refs <= made)
+        if eqn.primitive.name in _ENDS:
             frozen.update(refs)
         made.update(eqn.outvars)
         if is_call(eqn) or is_control_flow(eqn):
             for body in sub_jaxprs(eqn):
                 _check_uses(body)
+
+
+#: They end the life of a Ref.
+_ENDS = ("freeze", "free_ref")
+
+
+def _check_use(eqn: JaxprEqn, refs: set[Var], *, is_frozen: bool, is_own: bool) -> None:
+    """is_frozen: whether one of `refs` has ended. is_own: whether this function has created them all."""
+    use = f"{eqn.primitive.name}`{_place(eqn)}"
+    if is_frozen:
+        raise TraceError(
+            f"`{use} uses a Ref after `jax.freeze`. Use the array that `jax.freeze` returns, or read `ref[...]` "
+            "instead of `jax.freeze(ref)`."
+        )
+    if any(getattr(ref.aval, "memory_space", None) not in (None, jax.memory.Space.Device) for ref in refs):
+        raise TraceError(f"`{use} uses a Ref with a memory space. Keep the value in an array, and pass and return it.")
+    if eqn.primitive.name in _ENDS and not is_own:
+        raise TraceError(
+            f"`jax.{use} ends a Ref that the step, or an inner function, did not create. Read `ref[...]` instead."
+        )
 
 
 def _place(eqn: JaxprEqn) -> str:
