@@ -362,10 +362,8 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
         roles=() if names is None else argument_roles(context.traced),
         model_flops=0.0 if names is None else model_flops(context.traced),
         user_shardings=user_shardings(
-            [
-                (found.problem.eqns, found.sharding.equations, found.view.mesh.shape, stage.option)
-                for found, stage in zip(solved, placed.stages, strict=True)
-            ]
+            (found.problem, found.sharding, found.view.mesh, stage.option)
+            for found, stage in zip(solved, placed.stages, strict=True)
         ),
     )
 

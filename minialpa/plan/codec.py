@@ -31,7 +31,7 @@ from minialpa.sharding import EquationSpecs, Spec
 
 T = TypeVar("T")
 
-VERSION = 10
+VERSION = 11
 #: Most characters of a plan's text; an equation takes about 65. Parsed JSON may take 25 times its length in memory.
 MOST_CHARACTERS = 16 * 2**20
 

@@ -318,6 +318,8 @@ class UserSharding:
     wanted: the PartitionSpec, or the first of several.
     n, n_kept: operations of the line, and how many the plan shards so.
     is_pinned: whether the plan had to.
+    added_s: seconds per step that the shardings of this line would add to the plan, at most; None if unknown, since
+        they are for another mesh.
     """
 
     line: str
@@ -325,6 +327,7 @@ class UserSharding:
     n: int
     n_kept: int
     is_pinned: bool
+    added_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

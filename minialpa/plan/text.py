@@ -37,7 +37,9 @@ def no_search_text(found: SearchNotMade) -> str:
 
 def _changed_text(one: UserSharding) -> str:
     line = Path(one.line.partition(" (")[0]).name
-    return f"{line} {one.wanted}" + (f" ({one.n_kept} of {one.n} kept)" if one.n_kept else "")
+    price = "for another mesh" if one.added_s is None else f"would add at most {seconds_text(one.added_s)}"
+    kept = f", {one.n_kept} of {one.n} kept" if one.n_kept else ""
+    return f"{line} {one.wanted} ({price}{kept})"
 
 
 def user_shardings_text(found: Sequence[UserSharding], *, most: int) -> str:

@@ -136,6 +136,35 @@ def test_a_pinned_constraint_inside_a_loop_of_products_holds_in_every_micro_batc
     assert "S1,R" in map(str, inside)
 
 
+@pytest.mark.parametrize("partition", [P("model", None), P(None, ("data", "model")), P(("data", "model")), P()])
+def test_a_changed_hint_would_add_at_most_its_price_to_the_plan(partition: P) -> None:
+    """Inside a loop, over micro-batches."""
+    sharding = NamedSharding(USER_MESH, partition)
+
+    def constrain(h: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(jax.lax.with_sharding_constraint(h, sharding) @ weight), None
+
+        return jax.lax.scan(layer, h, jnp.zeros((4, 1024, 1024)))[0]
+
+    step = make_step(minialpa.value_and_grad, constrain)
+    weights = {"v": jax.ShapeDtypeStruct((1024, 512), jnp.float32), "w": jax.ShapeDtypeStruct((512, 1024), jnp.float32)}
+    plans = {}
+    for shardings in ("ignore", "hint", "pin"):
+        option = AutoShardingOption(shardings=shardings)
+        cluster = minialpa.ClusterSpec.preset("h100", num_hosts=2, devices_per_host=4)
+        method = ShardParallel(num_micro_batches=2, auto_sharding_option=option, logical_shape=(2, 4))
+        rows = {"x": jax.ShapeDtypeStruct((4096, 512), jnp.float32)}
+        plans[shardings] = minialpa.plan(step, (weights, rows), cluster=cluster, method=method)
+
+    added_s = sum(one.added_s for one in plans["hint"].user_shardings)
+    assert plans["pin"].cost.total_s <= 1.001 * (plans["hint"].cost.total_s + added_s)
+    assert plans["hint"].cost.total_s <= 1.001 * plans["ignore"].cost.total_s
+    assert [one.added_s for one in plans["pin"].user_shardings] == [0.0]
+    if added_s:
+        assert "would add at most" in " ".join(plans["hint"].summary().split())
+
+
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [
