@@ -162,7 +162,7 @@ def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None)
     per_stage = run.dp * run.fsdp * run.tp
     in_host = min(run.per_host, per_stage)
     hosts = per_stage // in_host
-    option = AutoShardingOption(prefer_reduce_scatter=True, memory_limit_bytes=memory_bytes)
+    option = AutoShardingOption(prefer_reduce_scatter=True, memory_limit_bytes=memory_bytes, shardings="pin")
     if run.tp > 1:
         shape: tuple[int, ...] = (run.dp * run.fsdp, run.tp)
         # Without groups that share weights, the weights that a group splits stay split: no trainer gathers them.
