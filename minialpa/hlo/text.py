@@ -40,6 +40,12 @@ class Instruction:
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(known[1]) if known else 1
 
+    @property
+    def expected_trips(self) -> float:
+        """`n_trips`, or the mean number in the scope of a loop over tiles (`minialpa.grouped`)."""
+        expected = re.search(r'minialpa_trips_([\d.]+)/while"', self.attributes)
+        return float(expected[1]) if expected else self.n_trips
+
     def called(self, *keys: str) -> tuple[str, ...]:
         """In the attributes `keys`, such as `body` or `branch_computations`."""
         pattern = rf"[ ,](?:{'|'.join(keys)})=(?:\{{([^}}]*)\}}|%?([\w.\-]+))"

@@ -41,7 +41,6 @@ from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
 from minialpa.plan import Plan, PlanCost, PlannedOperator, StagePlan
 from minialpa.support.private_jax import warn
-from minialpa.tracing.ragged_products import ragged_products
 
 #: Steps with fewer equations are always planned as a whole.
 _LEAST_SHORTENED = 1000
@@ -358,7 +357,6 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
         casts_once=bool(options.cast_once) and options.n_micro_batches > 1,
         batch=layered.plain.batch_arguments,
         compiler_options=compiler_options_of(context.cluster),
-        ragged_products=tuple(dict.fromkeys(ragged_products(context.traced.flat.eqns))),
         roles=() if names is None else argument_roles(context.traced),
         model_flops=0.0 if names is None else model_flops(context.traced),
         user_shardings=user_shardings(

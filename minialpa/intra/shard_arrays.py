@@ -34,7 +34,6 @@ from minialpa.rules.shards import run_shard
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
 from minialpa.support.private_jax import name_stack
 from minialpa.tracing.evaluation import eval_equation
-from minialpa.tracing.ragged_products import only_keeps_apart
 
 Shape = tuple[int, ...]
 
@@ -110,7 +109,7 @@ def _run_in_order(
     mesh_shape: Shape, eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[Any]
 ) -> list[Any]:
     """`_run` with barriers that every compiler keeps. Loops do not need them: iterations run in order."""
-    if eqn.primitive.name == "optimization_barrier" and not only_keeps_apart(eqn):
+    if eqn.primitive.name == "optimization_barrier":
         return wait_for_all(operands)
     return _run(mesh_shape, eqn, factors, chosen, operands)
 

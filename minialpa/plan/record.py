@@ -16,7 +16,6 @@ from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.fingerprint import Fingerprint
-from minialpa.tracing.ragged_products import RaggedProduct
 
 #: The XLA options that a plan may set. Other options could do harm: plans come from files, and XLA can write files.
 COMPILER_OPTIONS: Final = frozenset({"xla_gpu_enable_latency_hiding_scheduler"})
@@ -391,7 +390,6 @@ class PlanRecord:
         casts_once: whether weights are cast to narrower dtypes once per step (True) or in each pass.
         batch: names of the arguments that hold the examples; empty without examples.
         compiler_options: (name, value) of XLA options for all programs.
-        ragged_products: ragged products of the step, which are compiled as dense products over all groups.
         roles: of each input.
         model_flops: floating point operations of the products of one step, without recomputation that the plan adds.
         alternatives: other plans that the planner considered, the fastest first.
@@ -418,7 +416,6 @@ class PlanRecord:
     casts_once: bool = False
     batch: tuple[str, ...] = ()
     compiler_options: tuple[tuple[str, bool], ...] = ()
-    ragged_products: tuple[RaggedProduct, ...] = ()
     roles: tuple[ArgumentRole, ...] = ()
     model_flops: float = 0.0
     alternatives: tuple[PlannedAlternative, ...] = field(default=(), compare=False)

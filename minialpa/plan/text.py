@@ -8,15 +8,6 @@ from typing import Any
 
 from minialpa.options import DATA_PARALLEL_METHODS
 from minialpa.plan.record import Certificate, PlannedOperator, PlanRecord, SearchNotMade, UserSharding
-from minialpa.tracing.ragged_products import RaggedProduct
-
-
-def ragged_text(product: RaggedProduct) -> str:
-    return (
-        f"`ragged_dot` at {product.line} is compiled as a dense product over {count(product.n_groups, 'group')}: "
-        f"{product.n_groups} times the arithmetic of the routed rows. A grouped product with a rule by "
-        "`register_sharding_rule` avoids this."
-    )
 
 
 def certificate_text(found: Certificate) -> str:

@@ -10,7 +10,7 @@ from minialpa.cost import is_gpu
 from minialpa.inter.schedule.simulate import simulate
 from minialpa.plan import Plan
 from minialpa.plan.record import PlannedCollective
-from minialpa.plan.text import count, ragged_text
+from minialpa.plan.text import count
 from minialpa.report.figures import (
     bytes_of_value,
     bytes_on_mesh,
@@ -281,8 +281,6 @@ def _low_utilisation(plan: Plan) -> Iterator[Finding]:
 def _notes(plan: Plan) -> Iterator[Finding]:
     for what in plan.per_micro_batch:
         yield Finding("statistics", f"Each micro-batch has its own {what}.", "note", 0.0)
-    for product in plan.ragged_products:
-        yield Finding("ragged product", ragged_text(product), "note", 0.0)
     gap = max((stage.gap for stage in plan.stages if not stage.optimal), default=0.0)
     if gap > 0.01:
         text = (

@@ -15,7 +15,6 @@ from minialpa.plan.text import (
     header,
     layers_text,
     no_search_text,
-    ragged_text,
     seconds_text,
     user_shardings_text,
 )
@@ -33,7 +32,7 @@ _MOST_STAGES = 4
 _SIZES = ((4, 3, 4), (3, 2, 2), (2, 1, 2), (1, 1, 1))
 _LEAST_OPERATORS, _MOST_LEGEND = 7, 3
 #: Topics of findings that `_step_lines` shows.
-_IN_STEP_LINES = ("statistics", "ragged product")
+_IN_STEP_LINES = ("statistics",)
 _LARGEST = {
     "compute": "Compute holds",
     "communication": "Waiting for communication holds",
@@ -105,10 +104,9 @@ def _step_lines(plan: Plan, *, full: bool) -> Iterator[str]:
     yield from _choice_lines(plan, full=full)
 
     statistics = [f"Each micro-batch has its own {one}" for one in plan.per_micro_batch]
-    for texts, what in ((statistics, "statistic"), (list(map(ragged_text, plan.ragged_products)), "product")):
-        more = f" ({count(len(texts) - 1, f'more {what}')})" if len(texts) > 1 and not full else ""
-        for text in texts if full else texts[:1]:
-            yield from _wrapped(f"{text}{more}")
+    more = f" ({count(len(statistics) - 1, 'more statistic')})" if len(statistics) > 1 and not full else ""
+    for text in statistics if full else statistics[:1]:
+        yield from _wrapped(f"{text}{more}")
 
 
 def _choice_lines(plan: Plan, *, full: bool) -> Iterator[str]:

@@ -10,7 +10,14 @@ from minialpa.ir.equations import sub_jaxprs
 
 #: Operations whose work grows faster than their operands and results.
 _CONTRACTIONS = frozenset(
-    ("conv_general_dilated", "dot_general", "minialpa_attention", "minialpa_attention_gradient"),
+    (
+        "conv_general_dilated",
+        "dot_general",
+        "minialpa_attention",
+        "minialpa_attention_gradient",
+        "minialpa_grouped_product",
+        "minialpa_grouped_sum",
+    )
 )
 _VIEWS = frozenset(("reshape", "squeeze", "transpose"))
 _EXPENSIVE = _CONTRACTIONS | {"cholesky", "eigh", "lu", "qr", "sort", "svd"}

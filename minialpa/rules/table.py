@@ -6,6 +6,7 @@ from minialpa.rules import (  # noqa: F401
     control,
     custom_partitioning,
     elementwise,
+    grouped,
     index,
     layout,
     pallas,

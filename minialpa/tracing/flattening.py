@@ -51,7 +51,7 @@ from minialpa.support.private_jax import (
 )
 from minialpa.tracing.host_memory import move_of, refuse_work_on_host
 from minialpa.tracing.manual_regions import REGION, whole_program
-from minialpa.tracing.ragged_products import dense_product
+from minialpa.tracing.ragged_products import grouped_product
 from minialpa.tracing.refs import StepRefs, on_values, without_unchanged
 from minialpa.tracing.user_meshes import is_on_explicit_axes, without_meshes
 
@@ -300,7 +300,7 @@ def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 def _compiled_as(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
     if eqn.primitive.name == "ragged_dot_general":
-        return dense_product
+        return grouped_product
     return None if eqn.primitive.name in _KEPT else compiled_function(eqn.primitive)
 
 

@@ -157,9 +157,8 @@ class _ModuleWalk:
             seconds = device.attention_s(flops, 0.0, _KERNEL_RATE)
             return seconds, seconds
         if instruction.opcode == "while":
-            n_trips = instruction.n_trips
-            names = instruction.called("body", "condition")
-            each = [self.run(name, times * n_trips, in_loop=True) for name in names]
+            n_trips, names = instruction.expected_trips, instruction.called("body", "condition")
+            each = [self.run(name, times * instruction.n_trips, in_loop=True) for name in names]
             return n_trips * sum(k for k, _ in each), n_trips * sum(t for _, t in each)
         if instruction.opcode == "conditional":
             names = _branches(instruction)

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from minialpa import register_sharding_rule
 from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
+from minialpa.grouped import grouped_product_p, grouped_sum_p
 from minialpa.tracing.gradients import gradient_p, per_micro_batch_p
 from minialpa.tracing.rotation import rotate
 from tests.attention_calls import causal, fused
@@ -391,6 +392,21 @@ _program(
     (1, 2, 6, 4, 8),
     (2, 1, 6, 1, 8),
     (1, 2, 1, 4, 1),
+)
+
+# Grouped products: rows [b x m k], matrices [b g k n]; b = x = g = 2, m = n = 6, k = 4. The last row has no group.
+_BOUNDS = [np.broadcast_to(np.array(bounds, np.int32), (2, 2, 2)) for bounds in ([0, 3], [3, 5])]
+_WHOLE = {"n_rows": 6, "n_groups": 2, "precision": None, "dtype": "float32"}
+_program(
+    "grouped products",
+    lambda rows, matrices, others: [
+        grouped_product_p.bind(rows, matrices, *_BOUNDS, np.arange(6, dtype=np.int32), summed=2, **_WHOLE),
+        grouped_product_p.bind(others, matrices, *_BOUNDS, np.arange(6, dtype=np.int32), summed=3, **_WHOLE),
+        grouped_sum_p.bind(rows, others, *_BOUNDS, np.arange(6, dtype=np.int32), **_WHOLE),
+    ],
+    (2, 2, 6, 4),
+    (2, 2, 4, 6),
+    (2, 2, 6, 6),
 )
 
 # Control flow; its own tests are in test_rules_control.py.

@@ -55,7 +55,7 @@ def test_gpus_that_xla_cannot_compile_for_are_refused_and_the_processes_end() ->
     assert threading.active_count() == before
 
 
-def test_ragged_products_take_what_their_dense_products_take() -> None:
+def test_ragged_products_take_what_their_loops_over_tiles_take() -> None:
     n_groups = 64
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:

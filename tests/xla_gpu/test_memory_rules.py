@@ -11,7 +11,7 @@ import pytest
 
 from minialpa.attention.operation import AttentionKind
 from minialpa.intra.memory.xla.model import XLA_GPU
-from minialpa.tracing.ragged_products import dense_product
+from minialpa.tracing.ragged_products import grouped_product
 from minialpa.xla_gpu.compile import compile_for_gpus
 from minialpa.xla_gpu.worker import GpuProgram
 from tests.attention_calls import causal, fused
@@ -81,7 +81,7 @@ def _ragged(x: jax.Array, w: jax.Array, out_bar: jax.Array, sizes: jax.Array) ->
     def product(lhs: jax.Array, rhs: jax.Array, contract: Any, groups: Any) -> jax.Array:
         numbers = jax.lax.RaggedDotDimensionNumbers((contract, ((), ())), [0], groups)
         options = {"precision": None, "preferred_element_type": None}
-        (out,) = dense_product(lhs, rhs, sizes, ragged_dot_dimension_numbers=numbers, **options)
+        (out,) = grouped_product(lhs, rhs, sizes, ragged_dot_dimension_numbers=numbers, **options)
         return out
 
     return jnp.tanh(product(x, w, ((1,), (1,)), (0,))), product(x, out_bar, ((0,), (0,)), ())

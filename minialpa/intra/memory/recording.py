@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 
 from minialpa.attention.blockwise import attend, differentiate
 from minialpa.attention.operation import attention_gradient_p, attention_p
+from minialpa.grouped import grouped_product_p, grouped_sum_p, product, sum_of_products
 from minialpa.intra.memory.buffers import BufferTimeline, Units, copies_of, pack, timeline_of
 from minialpa.intra.memory.compiler import Compiler, ShardValues
 from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
@@ -36,6 +37,8 @@ _LOOPS = ("scan", "while", "cond")
 _FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
     attention_p: attend,
     attention_gradient_p: differentiate,
+    grouped_product_p: product,
+    grouped_sum_p: sum_of_products,
     function_p: run_function,
 }
 

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from minialpa.attention.blockwise import SIDE
 from minialpa.attention.cudnn import takes
 from minialpa.cluster import DeviceSpec, LogicalMesh
+from minialpa.grouped import tiles_of_group
 from minialpa.intra.strategies.candidates import Candidates
 from minialpa.ir.equations import aval_of, bytes_of, dtype_name, is_inexact, moves_memory, shape_of, sub_jaxprs
 from minialpa.rules.expensive import is_attention, is_contraction
@@ -66,6 +67,8 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
     if is_attention(eqn) and device.kernels is not None and not has_kernel(eqn):
         return Work(blockwise_s(eqn, factors, device), device.launch_s)
+    if eqn.primitive.name in ("minialpa_grouped_product", "minialpa_grouped_sum"):
+        return Work(_grouped_s(eqn, factors, device), device.launch_s)
     if moves_memory(eqn):
         return Work(sum(map(bytes_of, eqn.outvars)) / HOST_LINK_BYTES_PER_S, 0.0)
     # XLA updates an array in place: only the update is written.
@@ -123,6 +126,7 @@ def _rate_of(eqn: JaxprEqn) -> str:
 
 # ---- attentions in blocks -------------------------------------------------------------------------------------------
 
+#: Bytes of float32.
 _SCORE_BYTES = 4
 #: Seconds of products of 512 x 512 blocks over the formula for large products, by XLA's tables of H100s.
 _OF_BLOCKS = 1.8
@@ -166,6 +170,31 @@ def blockwise_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
     rows_bytes = passes.rows * scores_bytes * (d + e) / 2 / min(n_keys, SIDE) if n_keys > SIDE else 0.0
     moved_bytes = passes.loops * scores_bytes + rows_bytes
     return _OF_BLOCKS * products_s + moved_bytes / device.memory_bandwidth
+
+
+# ---- grouped products -----------------------------------------------------------------------------------------------
+
+
+def _grouped_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
+    """Of the loop over tiles of rows (`minialpa.grouped`): products, and copies of what they read and write.
+
+    A tile of `lhs` is cut out. A product writes its tile into a result of zeros, where it keeps rows of other groups; a
+    sum adds to a float32 matrix.
+    """
+    lhs, rhs, bounds = map(shape_of, eqn.invars[:3])
+    lhs_bytes, rhs_bytes, out_bytes = map(bytes_of, (*eqn.invars[:2], *eqn.outvars))
+    n_tiles = lhs[0] * lhs[1] * bounds[2] * tiles_of_group(lhs[2], eqn.params["n_rows"], eqn.params["n_groups"])
+    if eqn.primitive.name == "minialpa_grouped_product":
+        # Each tile reads a matrix.
+        read_bytes = lhs_bytes + out_bytes + n_tiles * rhs_bytes / (rhs[0] * rhs[1])
+        copied_bytes = 2 * lhs_bytes + 2 * rhs_bytes + 4 * out_bytes
+    else:
+        sum_bytes = lhs[3] * rhs[3] * _SCORE_BYTES
+        read_bytes = lhs_bytes + rhs_bytes + 2 * n_tiles * sum_bytes
+        copied_bytes = 2 * lhs_bytes + 2 * rhs_bytes + 2 * lhs[0] * bounds[2] * sum_bytes + out_bytes
+
+    products_s = device.product_s(factors.flops, read_bytes, _rate_of(eqn)) + n_tiles * device.launch_s
+    return products_s + copied_bytes / device.memory_bandwidth
 
 
 # ---- idle processors ------------------------------------------------------------------------------------------------

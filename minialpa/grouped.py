@@ -1,0 +1,156 @@
+"""Products of sorted rows with the matrices of their groups: `grouped_product_p` and `grouped_sum_p`.
+
+For batch b and block x of rows, group g has the rows m with starts[b x g] <= position[m] < ends[b x g]; a row without a
+group gives zeros. The blocks of a batch share its matrices.
+
+    product: out[b x m n] = sum_k lhs[b x m k] rhs[b g k n], for row m of group g
+    sum:     out[b g k n] = sum_(x m) lhs[b x m k] rhs[b x m n], over the rows m of group g
+
+A loop computes the rows of a group in tiles, so there is arithmetic for the rows, and for less than a tile in each
+group. Positions of rows are an operand: a device with a part of the rows, or of the groups, has their numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+
+from minialpa.support.private_jax import define_function, new_aval
+
+#: Operands: lhs [b x m k], rhs [b g k n], or [b g n k] if `summed` is 3, starts and ends [b x g], and consecutive
+#: positions [m]; the last three are int32.
+#: Result: out [b x m n] of `dtype`.
+grouped_product_p = Primitive("minialpa_grouped_product")
+
+#: Operands: lhs [b x m k], rhs [b x m n], then as above. Result: out [b g k n] of `dtype`.
+grouped_sum_p = Primitive("minialpa_grouped_sum")
+
+#: The scope of a loop, with its expected mean number of iterations, for readers of compiled programs.
+TRIPS = "minialpa_trips_"
+#: Rows of a tile: at most this part of the mean group, for little arithmetic on rows of other groups.
+_PART = 0.15
+_SMALLEST_TILE, _LARGEST_TILE = 64, 4096
+
+
+def rows_of_tile(n_rows: int, n_whole_rows: int, n_groups: int) -> int:
+    """A power of two, or all rows.
+
+    n_rows: of a device. n_whole_rows, n_groups: of the whole product. Neighbouring rows are in few groups, so a device
+    with a part of the rows has whole tiles, too.
+    """
+    wanted = max(_SMALLEST_TILE, min(_LARGEST_TILE, int(_PART * min(n_whole_rows / n_groups, n_rows))))
+    return min(n_rows, 1 << (wanted.bit_length() - 1))
+
+
+def tiles_of_group(n_rows: int, n_whole_rows: int, n_groups: int) -> float:
+    """Tiles of a group on a device, if groups have equal rows. A group that ends in a tile has half of it."""
+    length = rows_of_tile(n_rows, n_whole_rows, n_groups)
+    groups_here = min(1.0, n_rows / n_whole_rows + 1 / n_groups)
+    return n_rows / n_groups / length + groups_here / 2
+
+
+@functools.partial(jax.jit, static_argnames=("summed", "n_rows", "n_groups", "precision", "dtype"))
+def product(
+    lhs: Any, rhs: Any, *bounds: Any, summed: int, n_rows: int, n_groups: int, precision: Any, dtype: str
+) -> list[Any]:
+    tiles = _Tiles(*bounds, n_rows, n_groups)
+    rows, matrices = lhs.reshape(-1, lhs.shape[-1]), rhs.reshape(-1, *rhs.shape[2:])
+    options = {"precision": precision, "preferred_element_type": np.dtype(dtype)}
+
+    def put_tile(matrix: Any, tile: Any, is_in_group: Any, out: Any) -> Any:
+        made = lax.dot_general(tiles.cut(rows, tile), matrix, (((1,), (summed - 2,)), ((), ())), **options)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(is_in_group, made, tiles.cut(out, tile)), tile, 0)
+
+    def add_group(group: Any, out: Any) -> Any:
+        return tiles.walk(group, functools.partial(put_tile, matrices[group]), out)
+
+    # Without the barrier, XLA fills the results of all products of the step at its start.
+    zero, rows, matrices = lax.optimization_barrier((jnp.zeros((), dtype), rows, matrices))
+    out = lax.fori_loop(0, len(matrices), add_group, jnp.full((len(rows), rhs.shape[5 - summed]), zero))
+    return [out.reshape(*lhs.shape[:3], -1)]
+
+
+@functools.partial(jax.jit, static_argnames=("n_rows", "n_groups", "precision", "dtype"))
+def sum_of_products(
+    lhs: Any, rhs: Any, *bounds: Any, n_rows: int, n_groups: int, precision: Any, dtype: str
+) -> list[Any]:
+    tiles = _Tiles(*bounds, n_rows, n_groups)
+    factors = [array.reshape(-1, array.shape[-1]) for array in (lhs, rhs)]
+    wide = np.promote_types(dtype, np.float32) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(dtype)
+    options = {"precision": precision, "preferred_element_type": wide}
+
+    def add_tile(tile: Any, is_in_group: Any, total: Any) -> Any:
+        left, right = (jnp.where(is_in_group, tiles.cut(array, tile), 0) for array in factors)
+        return total + lax.dot_general(left, right, (((0,), (0,)), ((), ())), **options)
+
+    shape = lhs.shape[-1], rhs.shape[-1]
+    groups = jnp.arange(tiles.n_matrices)
+    out = lax.map(lambda group: tiles.walk(group, add_tile, jnp.zeros(shape, wide)).astype(dtype), groups)
+    return [out.reshape(lhs.shape[0], -1, *shape)]
+
+
+class _Tiles:
+    """The rows of each group in tiles of `length` rows; a tile is the number of its first row, over all blocks.
+
+    The last tile of a block begins earlier, so that it is whole.
+    """
+
+    def __init__(self, starts: Any, ends: Any, positions: Any, *whole: int) -> None:
+        """whole: n_whole_rows, n_groups."""
+        self.n_rows = len(positions)
+        self.length, self.n_expected = rows_of_tile(self.n_rows, *whole), tiles_of_group(self.n_rows, *whole)
+        self.n_blocks, self.n_groups = starts.shape[1:]
+        self.n_matrices = starts.shape[0] * self.n_groups
+        # [b g x], in the order of the matrices.
+        self.first, self.end = (
+            jnp.clip(bounds - positions[0], 0, self.n_rows).transpose(0, 2, 1).reshape(-1, self.n_blocks)
+            for bounds in (starts, ends)
+        )
+
+    def cut(self, array: Any, tile: Any) -> Any:
+        return lax.dynamic_slice_in_dim(array, tile, self.length, 0)
+
+    def walk(self, matrix: Any, visit: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        """`carry` after `visit(tile, is_in_group, carry)` for each tile of the rows with this matrix."""
+        batch = matrix // self.n_groups
+
+        def visit_block(block: Any, carry: Any) -> Any:
+            first, end = self.first[matrix, block], self.end[matrix, block]
+
+            def visit_tile(i: Any, carry: Any) -> Any:
+                start = first + i * self.length
+                tile = jnp.minimum(start, self.n_rows - self.length)
+                rows = tile + jnp.arange(self.length)
+                is_in_group = ((rows >= start) & (rows < end))[:, None]
+                return visit((batch * self.n_blocks + block) * self.n_rows + tile, is_in_group, carry)
+
+            with jax.named_scope(f"{TRIPS}{self.n_expected:.4f}"):
+                return lax.fori_loop(0, (end - first + self.length - 1) // self.length, visit_tile, carry)
+
+        return lax.fori_loop(0, self.n_blocks, visit_block, carry)
+
+
+def _product_aval(lhs: Any, rhs: Any, *others: Any, summed: int, dtype: str, **_: Any) -> list[Any]:
+    return [new_aval((*lhs.shape[:3], rhs.shape[5 - summed]), np.dtype(dtype), (lhs, rhs, *others))]
+
+
+def _sum_aval(lhs: Any, rhs: Any, starts: Any, *others: Any, dtype: str, **_: Any) -> list[Any]:
+    shape = (lhs.shape[0], starts.shape[-1], lhs.shape[-1], rhs.shape[-1])
+    return [new_aval(shape, np.dtype(dtype), (lhs, rhs, starts, *others))]
+
+
+for primitive, aval, fun in (
+    (grouped_product_p, _product_aval, product),
+    (grouped_sum_p, _sum_aval, sum_of_products),
+):
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(aval)
+    primitive.def_impl(fun)
+    define_function(primitive, fun)
