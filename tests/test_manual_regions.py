@@ -269,6 +269,26 @@ def test_steps_with_regions_train_as_under_jit(name: str, method: str) -> None:
     assert_allclose(actual, expected, rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Each call moves its results:UserWarning")
+@pytest.mark.parametrize("method", METHODS)
+def test_the_authors_pmapped_evaluation_takes_the_results_of_a_pmapped_step(method: str) -> None:
+    def loss_of(w: Any, x: Any) -> Any:
+        return lax.pmean(jnp.mean((x @ w) ** 2), "batch")
+
+    def step(w: Any, x: Any) -> Any:
+        loss, gradient = minialpa.value_and_grad(loss_of)(w, x)
+        return w - 0.1 * lax.pmean(gradient, "batch"), loss
+
+    evaluate = jax.pmap(loss_of, axis_name="batch")
+    w, x = np.ones((8, 4, 4), np.float32), np.ones((8, 2, 4), np.float32)
+    expected, _ = jax.pmap(step, axis_name="batch")(w, x)
+    mapped = minialpa.parallelize(jax.pmap(step, axis_name="batch"), method=METHODS[method], batch_argnums=1)
+    new, loss = mapped(w, x)
+    assert_allclose((new, evaluate(new, x)), (expected, evaluate(expected, x)), rtol=1e-5)
+    assert new.sharding == expected.sharding and loss.shape == (8,)
+    assert_allclose(mapped(new, x)[0], jax.pmap(step, axis_name="batch")(expected, x)[0], rtol=1e-5)
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 

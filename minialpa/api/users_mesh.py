@@ -1,8 +1,9 @@
 """Arrays on the user's meshes go in; the shardings of results there, and pins for the plan, come out.
 
 Later lines of the user's script expect results where `jax.jit` leaves them. On Explicit axes, types have shardings,
-which the script reads. On Auto axes, the new value of an array has the array's sharding, if the plan has it, too. Under
-`jax.set_mesh`, jax refuses arrays on other devices.
+which the script reads. Results of a `pmap` have its sharding, without which another `pmap` refuses them. On Auto axes,
+the new value of an array has the array's sharding, if the plan has it, too. Under `jax.set_mesh`, jax refuses arrays on
+other devices.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from minialpa.api.pins import NO_PINS, Pins
 from minialpa.calls import Call
 from minialpa.plan import Plan
+from minialpa.runtime.calls_on_mesh import UsersSharding
 from minialpa.sharding import is_planned_mesh
 from minialpa.support.private_jax import ArrayImpl, value_of_ref, warn
 from minialpa.tracing.trace import TracedStep
@@ -34,24 +36,25 @@ def _placed(array: Any) -> NamedSharding | None:
     return sharding
 
 
-def shardings_of_results(call: Call, traced: TracedStep) -> list[NamedSharding | None]:
+def shardings_of_results(call: Call, traced: TracedStep) -> list[UsersSharding | None]:
     """For each result, and each new value of a Ref, its sharding on the user's mesh; empty without such a mesh."""
     arguments = _arguments(call, traced)
     placed = list(map(_placed, arguments))
     meshes = _meshes(call, placed)
-    if not meshes:
+    typed = [*traced.out_shardings, *(explicit_sharding(arguments[i]) for i in traced.refs.updated)]
+    if not meshes and not any(typed):
         return []
 
-    on_all = NamedSharding(meshes[0], PartitionSpec())
+    on_all = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     devices_of = {mesh.abstract_mesh: mesh for mesh in reversed(meshes)}
-    typed = [*traced.out_shardings, *(explicit_sharding(arguments[i]) for i in traced.refs.updated)]
-    found: list[NamedSharding | None] = []
+    found: list[UsersSharding | None] = []
     for sharding, replaced in zip(typed, traced.layouts, strict=True):
         if sharding is None:
-            found.append((None if replaced is None else placed[replaced]) or on_all)
+            kept = (None if replaced is None else placed[replaced]) or on_all
+            found.append(None if kept is None else UsersSharding(kept, explicit_sharding(kept) is not None))
         else:
-            mesh = devices_of.get(sharding.mesh.abstract_mesh)
-            found.append(None if mesh is None else NamedSharding(mesh, sharding.spec))
+            mesh = sharding.mesh if isinstance(sharding.mesh, Mesh) else devices_of.get(sharding.mesh.abstract_mesh)
+            found.append(None if mesh is None else UsersSharding(NamedSharding(mesh, sharding.spec), True))
     return found
 
 
@@ -62,9 +65,9 @@ def _meshes(call: Call, placed: Sequence[NamedSharding | None]) -> list[Mesh]:
     return [*set_mesh, *(s.mesh for s in placed if s is not None and isinstance(s.mesh, Mesh))]
 
 
-def warn_of_moves(plan: Plan, shardings: Sequence[NamedSharding | None]) -> None:
+def warn_of_moves(plan: Plan, shardings: Sequence[UsersSharding | None]) -> None:
     """Warn if each step moves its results from the devices of the stages to the user's mesh."""
-    n_devices = max((len(sharding.device_set) for sharding in shardings if sharding is not None), default=0)
+    n_devices = max((len(one.sharding.device_set) for one in shardings if one is not None), default=0)
     if len(plan.stages) > 1 and n_devices > 1:
         warn(
             f"Each call moves its results from the devices of {len(plan.stages)} stages to the user's mesh of "

@@ -1,7 +1,7 @@
 """Calls of a program whose arrays are on the user's mesh: each result comes back in a sharding of that mesh.
 
-A result moves if it is on other devices than the mesh, or if its type has a sharding. A move to the same shards only
-changes the sharding object.
+A result moves if it is on other devices than the mesh, or if later lines need exactly this sharding. A move to the same
+shards only changes the sharding object.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,13 +18,19 @@ from jax.sharding import NamedSharding
 from minialpa.arrays import RemoteArray
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.runner import BlockedCalls, Runner
-from minialpa.tracing.user_meshes import explicit_sharding
+
+
+class UsersSharding(NamedTuple):
+    """is_exact: also for a result that the program leaves in other shards on the same devices."""
+
+    sharding: NamedSharding
+    is_exact: bool
 
 
 class CallsOnMesh:
     """`BlockedCalls` with results in `shardings`. A result with None stays where the program leaves it."""
 
-    def __init__(self, calls: Runner | BlockedCalls, shardings: Sequence[NamedSharding | None]) -> None:
+    def __init__(self, calls: Runner | BlockedCalls, shardings: Sequence[UsersSharding | None]) -> None:
         self._calls, self._shardings = calls, shardings
         #: For each result: the sharding in which the last call left it, and its target, or None if it stays.
         self._targets: list[tuple[Any, NamedSharding | None]] = [(None, None)] * len(shardings)
@@ -50,18 +56,18 @@ class CallsOnMesh:
 
     def _target(self, number: int, array: Any) -> NamedSharding | None:
         """The sharding to which result `number` moves; None if it stays."""
-        sharding = self._shardings[number]
-        if sharding is None:
+        wanted = self._shardings[number]
+        if wanted is None:
             return None
         if isinstance(array, BlockedArray) and isinstance(array.blocks[0], jax.Array):  # on several stages
-            return sharding
+            return wanted.sharding
         if isinstance(array, RemoteArray):  # on workers
-            array.user_sharding = sharding
+            array.user_sharding = wanted.sharding
             return None
 
         left_in, target = self._targets[number]
         if left_in is not array.sharding:
-            target = _target_of(array, sharding)
+            target = _target_of(array, *wanted)
             self._targets[number] = array.sharding, target
         return target
 
@@ -76,9 +82,8 @@ class CallsOnMesh:
             self._planned[key] = weakref.ref(shown, lambda _: self._planned.pop(key, None)), made
 
 
-def _target_of(array: jax.Array, sharding: NamedSharding) -> NamedSharding | None:
+def _target_of(array: jax.Array, sharding: NamedSharding, is_exact: bool) -> NamedSharding | None:
     """The sharding of the user's mesh, in the memory of the array; None if the array stays."""
-    is_elsewhere = array.sharding.device_set != sharding.device_set
-    if not is_elsewhere and explicit_sharding(sharding) is None:
+    if array.sharding.device_set == sharding.device_set and not is_exact:
         return None
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=array.sharding.memory_kind)

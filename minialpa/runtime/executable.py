@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from minialpa.plan import PlacedValue, PlacementSpec, Plan
 from minialpa.programs.mesh_program import KEY_NAMES
 from minialpa.programs.program import MeshShape, Program
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget, dtype_named
-from minialpa.runtime.calls_on_mesh import CallsOnMesh
+from minialpa.runtime.calls_on_mesh import CallsOnMesh, UsersSharding
 from minialpa.runtime.debug_files import DebugParts, debug_files
 from minialpa.runtime.ref_calls import RefCalls
 from minialpa.runtime.runner import BlockedCalls, Runner
@@ -51,7 +51,7 @@ class Executable:
         *,
         placements: tuple[Sequence[PlacementSpec], Sequence[PlacementSpec]] | None = None,
         refs: StepRefs = NO_REFS,
-        result_shardings: Sequence[NamedSharding | None] = (),
+        result_shardings: Sequence[UsersSharding | None] = (),
         planning_texts: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """`in_tree` is the pytree of the argument tuple without static arguments. `placements` are the specs of

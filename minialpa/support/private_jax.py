@@ -265,6 +265,11 @@ def options_of_jit(fun: Any) -> Any:
     return getattr(fun, "_jit_info", None) if type(fun).__name__ == "PjitFunction" else None
 
 
+def is_pmap(region: JaxprEqn) -> bool:
+    """Whether `jax.pmap` made this `shard_map` equation."""
+    return "jax/_src/pmap.py" in str(region.params["jaxpr"].debug_info.func_src_info).replace("\\", "/")
+
+
 def mesh_of(eqn: JaxprEqn) -> Any:
     """The abstract mesh under which the equation was traced; it may be empty."""
     return eqn.ctx.cur_abstract_mesh

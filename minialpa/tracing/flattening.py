@@ -50,7 +50,7 @@ from minialpa.support.private_jax import (
     with_source_of,
 )
 from minialpa.tracing.host_memory import move_of, refuse_work_on_host
-from minialpa.tracing.manual_regions import REGION, whole_program
+from minialpa.tracing.manual_regions import REGION, shardings_of_pmaps, whole_program
 from minialpa.tracing.ragged_products import grouped_product
 from minialpa.tracing.refs import StepRefs, on_values, without_unchanged
 from minialpa.tracing.user_meshes import is_on_explicit_axes, without_meshes
@@ -86,8 +86,12 @@ def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any]:
 
 
 def trace_with_refs(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any, StepRefs]:
-    """`trace_flat` of a function that may read and write Refs, as a program on their values."""
+    """`trace_flat` of a function that may read and write Refs, as a program on their values.
+
+    Types of results that a `pmap` makes have its sharding.
+    """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    out_shape = _with_shardings_of_pmaps(closed, out_shape)
     closed, refs = on_values(closed, len(args))
     for value in closed.consts:
         _refuse_traced_value(value)
@@ -97,6 +101,16 @@ def trace_with_refs(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any, St
         flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     flat, refs = without_unchanged(replace(flat, consts=_own_constants(flat.consts)), refs)
     return flat, out_shape, refs
+
+
+def _with_shardings_of_pmaps(closed: ClosedJaxpr, out_shape: Any) -> Any:
+    made = shardings_of_pmaps(closed.jaxpr)
+    if not made:
+        return out_shape
+    leaves, tree = jax.tree.flatten(out_shape)
+    named = [None if is_literal(v) else made.get(v) for v in closed.jaxpr.outvars]
+    pairs = zip(leaves, named, strict=True)
+    return jax.tree.unflatten(tree, [leaf if one is None else leaf.update(sharding=one) for leaf, one in pairs])
 
 
 def _refuse_traced_value(value: Any) -> None:

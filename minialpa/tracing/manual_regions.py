@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minialpa.errors import TraceError
 from minialpa.ir.equations import (
@@ -35,6 +35,7 @@ from minialpa.support.private_jax import (
     at_line_of,
     batched_program,
     in_context_of,
+    is_pmap,
     rebind,
     under_mesh,
     with_constants_as_arguments,
@@ -95,6 +96,21 @@ def _on_all_devices(
         program, is_mapped = batched_program(program, axis, sizes, [axis in axes for axes in varying])
         in_front = [[axis, *axes] if now else axes for axes, now in zip(in_front, is_mapped, strict=True)]
     return program, in_front
+
+
+def shardings_of_pmaps(jaxpr: Jaxpr) -> dict[Var, NamedSharding]:
+    """The results of `jax.pmap`, with the shardings that another `pmap` requires of them."""
+    found: dict[Var, NamedSharding] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == REGION and isinstance(eqn.params["mesh"], Mesh) and is_pmap(eqn):
+            specs = zip(eqn.outvars, eqn.params["out_specs"], strict=True)
+            found.update((var, NamedSharding(eqn.params["mesh"], spec)) for var, spec in specs)
+        elif is_call(eqn):
+            body, _ = called(eqn)
+            inside = shardings_of_pmaps(getattr(body, "jaxpr", body))
+            pairs = zip(eqn.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
+            found.update((var, inside[made]) for var, made in pairs if not is_literal(made) and made in inside)
+    return found
 
 
 def _type(atom: Atom) -> Any:

@@ -70,7 +70,8 @@ class TracedStep:
         out_parts: the same for outvars and result leaves.
         in_tree: pytree of the arguments, as a tuple without the static ones; None if unknown.
         no_batch: why no batch was recognised; None if there is one, or if the user named the batch arguments.
-        out_shardings: for each leaf of `out_tree`, the sharding of its type on Explicit axes of the user, or None.
+        out_shardings: for each leaf of `out_tree`, the sharding of its type on Explicit axes of the user, or of the
+            `pmap` that makes it, or None.
         refs: Refs among and beside the arguments. Their new values are results after the leaves of `out_tree`.
     """
 
@@ -207,7 +208,7 @@ def trace_step(
         n_boundaries=max([program.n_boundaries, *(op.origin.layer for op in flat.ops)]),
         out_tree=jax.tree.structure(results),
         in_tree=in_tree,
-        out_shardings=tuple(map(explicit_sharding, jax.tree.leaves(results))),
+        out_shardings=tuple(explicit_sharding(one) or one.sharding for one in jax.tree.leaves(results)),
         refs=refs,
     )
 
