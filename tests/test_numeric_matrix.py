@@ -41,11 +41,12 @@ METHODS: dict[str, Method] = {
     "gpipe-4": pipeline(4, "gpipe"),
     "1f1b-2": pipeline(2, "1f1b"),
     "1f1b-4": pipeline(4, "1f1b"),
+    "zb-4": pipeline(4, "zb-h1"),
     # BatchNorm has statistics per micro-batch, which the equivalence engine compares.
     "whole-2": pipeline(2, "1f1b", n_micro_batches=1),
 }
 #: Pairs that always run; `-m slow` runs all pairs.
-SHORT = {("mlp", "gpipe-4"), ("gpt", "1f1b-2"), ("resnet", "whole-2"), ("two_tower", "1f1b-4")}
+SHORT = {("mlp", "gpipe-4"), ("gpt", "1f1b-2"), ("gpt", "zb-4"), ("resnet", "whole-2"), ("two_tower", "1f1b-4")}
 _PAIRS = [
     (name, method) for name in SIZES for method in METHODS if name != "resnet" or method in ("shard-8", "whole-2")
 ]

@@ -22,7 +22,8 @@ from minialpa.inter.plan_details import (
     planned_operators,
 )
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of, plan_chunks
-from minialpa.inter.schedule.schedules import PipelineSize, Schedule, live_counts, make_schedule
+from minialpa.inter.schedule.schedules import PipelineSize, Schedule, live_counts, make_schedule, splits_backward
+from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.search.stage_cost import border_bytes
 from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.stage_memory import MeshMemory, Moments
@@ -177,12 +178,14 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
 def _whole_staged_step(context: PlanningContext, layered: LayeredStep, chunks: Chunks) -> StagedStep:
     options = context.options
     n, keeps, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
-    groups = chunks.of_group(layered.of_group)
+    groups, splits = chunks.of_group(layered.of_group), splits_backward(options.schedule)
 
     # Attempts that differ only in shardings share one staged step.
     return context.staged.get_or_make(
-        (_layers_key(layered), chunks, n, keeps, casts),
-        lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_activations=keeps, cast_once=casts),
+        (_layers_key(layered), chunks, n, keeps, casts, splits),
+        lambda: stage_step(
+            layered.step, n, groups, chunks.stage_of, keep_activations=keeps, cast_once=casts, splits_backward=splits
+        ),
     )
 
 
@@ -199,6 +202,7 @@ def _short_staged_step(
         return None
     options = context.options
     n, keeps, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
+    splits = splits_backward(options.schedule)
     sublayer_of_group, layer_of_sublayer = sublayers_of_layers(layered.plain, layered.of_group)
     try:
         whole = context.sublayered.get_or_make(
@@ -209,8 +213,10 @@ def _short_staged_step(
         if short is None or len(short.short.step.flat.eqns) > _MOST_OF_WHOLE * len(layered.plain.flat.eqns):
             return None
         staged = context.staged.get_or_make(
-            ("short", layered.plain.flat, _layers_key(layered), chunks, n, keeps, casts),
-            lambda: staged_short_step(short, n, chunks, keep_activations=keeps, cast_once=casts),
+            ("short", layered.plain.flat, _layers_key(layered), chunks, n, keeps, casts, splits),
+            lambda: staged_short_step(
+                short, n, chunks, keep_activations=keeps, cast_once=casts, splits_backward=splits
+            ),
         )
     except TraceError:
         return None
@@ -224,7 +230,14 @@ def staged_step_of(context: PlanningContext, plan: Plan) -> StagedStep:
     # The key of `_whole_staged_step`, so that the tasks are made once.
     made_by = (plan.layer_of_group, plan.remat, plan.row_blocks) if plan.layer_of_group else context.traced.flat
     return context.staged.get_or_make(
-        (made_by, plan_chunks(plan), plan.n_micro_batches, plan.keeps_activations, plan.casts_once),
+        (
+            made_by,
+            plan_chunks(plan),
+            plan.n_micro_batches,
+            plan.keeps_activations,
+            plan.casts_once,
+            splits_backward(plan.schedule),
+        ),
         lambda: realise(context.traced, plan).staged,
     )
 
@@ -338,7 +351,7 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
         )
     )
 
-    return Plan(
+    plan = Plan(
         fingerprint=layered.fingerprint,
         cluster=context.cluster,
         n_micro_batches=options.n_micro_batches,
@@ -363,6 +376,17 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
             (found.problem, found.sharding, found.view.mesh, stage.option)
             for found, stage in zip(solved, placed.stages, strict=True)
         ),
+    )
+    return _with_simulated_cost(plan) if len(stages) > 1 and splits_backward(options.schedule) else plan
+
+
+def _with_simulated_cost(plan: Plan) -> Plan:
+    """The closed formula of `_cost` has no split backward passes."""
+    cost = plan.cost
+    total_s = simulate(plan).total_s
+    busy_s = cost.compute_s + cost.communication_s + cost.update_s
+    return dataclasses.replace(
+        plan, cost=dataclasses.replace(cost, total_s=total_s, bubble_s=max(0.0, total_s - busy_s))
     )
 
 

@@ -160,7 +160,13 @@ def _inside(scan: Op, eqn: JaxprEqn) -> Op:
 
 
 def _part_of(task: Task) -> Part:
-    return "forward" if task.kind == "step" else task.kind if task.kind in ("forward", "backward") else "other"
+    match task.kind:
+        case "forward" | "step":
+            return "forward"
+        case "backward" | "weights":
+            return "backward"
+        case _:
+            return "other"
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

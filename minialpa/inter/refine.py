@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from functools import partial
 
 from minialpa.errors import InfeasibleError
-from minialpa.inter.build_plan import best_of, plan_stages
+from minialpa.inter.build_plan import plan_stages
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.forward import balanced_runs, layer_flops
 from minialpa.inter.layers.layered_step import CutStep, layered_step, with_longer_scans
 from minialpa.inter.schedule.chunks import plan_chunks
+from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.search.user_stages import as_planned
 from minialpa.plan import Plan
 
-#: Interleaved stages are tried if the bubble is at least this part of the step. By choice: each try solves all stages.
+#: Other schedules are tried if the bubble is at least this part of the step. By choice: each try solves all stages.
 _LARGE_BUBBLE = 0.02
 #: Long scans may take up to this multiple of the step time: their programs are smaller and compile sooner.
 _AS_FAST = 1.01
@@ -45,13 +46,33 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     return dataclasses.replace(plan, certificate=best.certificate)
 
 
-def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
-    """`best`, or its submeshes with several runs of layers each, if a shorter bubble is worth the transfers."""
+def or_shorter_bubble(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
+    """`best`, or its submeshes with another schedule, if stages wait long and another schedule is faster."""
+    if len(best.stages) == 1 or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
+        return best
+    return min(
+        [best, *_interleaved(context, best, cut), *_zero_bubble(context, best, cut)],
+        key=lambda plan: simulate(plan).total_s,
+    )
+
+
+def _zero_bubble(context: PlanningContext, best: Plan, cut: CutStep) -> list[Plan]:
+    """`best` with gradients of weights in passes of their own; empty if that does not fit."""
+    layered = layered_step(cut, best.remat)
+    split = context.reporting("refinements").asking(n_micro_batches=best.n_micro_batches, schedule="zb-h1")
+    stages = [as_planned(stage, context.cluster, stage.layers) for stage in best.stages]
+    try:
+        return [plan_stages(split, layered, stages)]
+    except InfeasibleError:
+        return []
+
+
+def _interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> list[Plan]:
+    """Plans with several runs of layers in each submesh of `best`, which is worth the transfers of a long bubble."""
     n_stages, n_layers = len(best.stages), len(best.remat)
     shapes = {(stage.submesh, stage.logical_shape) for stage in best.stages}
-    are_alike = len(shapes) == 1 and not context.cluster.host_devices
-    if n_stages == 1 or not are_alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
-        return best
+    if len(shapes) > 1 or context.cluster.host_devices:
+        return []
 
     # Each stage has several runs of layers of about equal work.
     layered = layered_step(cut, best.remat)
@@ -65,5 +86,9 @@ def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
         stages = [as_planned(stage, context.cluster, sum(runs[k::n_stages], ())) for k, stage in enumerate(best.stages)]
         return plan_stages(interleaved, layered, stages)
 
-    possible = [n_chunks for n_chunks in (2, 4) if n_stages * n_chunks <= n_layers]
-    return best_of([lambda: best, *(partial(attempt, n_chunks) for n_chunks in possible)])
+    plans: list[Plan] = []
+    for n_chunks in (2, 4):
+        if n_stages * n_chunks <= n_layers:
+            with contextlib.suppress(InfeasibleError):
+                plans.append(attempt(n_chunks))
+    return plans

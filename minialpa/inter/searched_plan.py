@@ -16,7 +16,7 @@ from minialpa.inter.build_plan import StageTooLargeError, best_of, plan_stages, 
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import CutStep, layered_step
 from minialpa.inter.one_stage import plan_on_best_submesh
-from minialpa.inter.refine import or_interleaved, or_longer_scans
+from minialpa.inter.refine import or_longer_scans, or_shorter_bubble
 from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
 from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_cost import load_costs, save_costs
@@ -85,9 +85,9 @@ def _best_searched_plan(context: PlanningContext, cut: CutStep, layers: LayerOpt
     best = best_of([lambda: best, *alike])
     bound_s = min(solved.certificate.bound_s, best.cost.total_s)
 
-    # The search does not know interleaved stages, nor the overheads of small steps on several devices.
+    # The search does not know other schedules, nor the overheads of small steps on several devices.
     if options.choose_schedule:
-        best = or_interleaved(context, best, cut)
+        best = or_shorter_bubble(context, best, cut)
     if len(cut.step.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
         on_several = best
         best = best_of([lambda: on_several, partial(on_one_device, context.asking_for_fewest(), auto)])

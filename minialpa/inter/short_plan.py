@@ -156,14 +156,26 @@ def short_step_of(
 
 
 def staged_short_step(
-    step: ShortStep, n_micro_batches: int, chunks: Chunks, *, keep_activations: bool, cast_once: bool
+    step: ShortStep,
+    n_micro_batches: int,
+    chunks: Chunks,
+    *,
+    keep_activations: bool,
+    cast_once: bool,
+    splits_backward: bool,
 ) -> StagedStep:
     """The tasks of a short step, with `Repeats`. Raises TraceError if it cannot be split."""
     layers = step.layer_of_group
     traced = rematerialise(step.short.step, layers, step.layered.remat) if layers else step.short.step
     groups = chunks.of_group(layers)
     staged = stage_step(
-        traced, n_micro_batches, groups, chunks.stage_of, keep_activations=keep_activations, cast_once=cast_once
+        traced,
+        n_micro_batches,
+        groups,
+        chunks.stage_of,
+        keep_activations=keep_activations,
+        cast_once=cast_once,
+        splits_backward=splits_backward,
     )
     return replace(staged, repeats=_repeats_of(step, staged))
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from minialpa.inter.build_plan import PlacedStages, Sketch, SolvedMesh, StageTooLargeError, plan_of, solve_meshes
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import LayeredStep
+from minialpa.inter.schedule.schedules import splits_backward
 from minialpa.inter.search.stage_in_memory import needed
 from minialpa.inter.search.stage_memory import mesh_memory
 from minialpa.inter.search.stage_times import stage_times
@@ -73,6 +74,7 @@ def _placed_whole(context: PlanningContext, placed: PlacedStages, layered: Layer
         placed.chunks.stage_of,
         keep_activations=bool(options.keep_activations),
         cast_once=bool(options.cast_once),
+        splits_backward=splits_backward(options.schedule),
     )
     return dataclasses.replace(placed, staged=staged, short=None)
 

@@ -158,7 +158,7 @@ class PassName(NamedTuple):
         loop: the loop of the pass, or before the update, from 1.
     """
 
-    kind: Literal["forward", "backward", "update"]
+    kind: Literal["forward", "backward", "weights", "update"]
     number: int
     loop: int = 1
 
@@ -182,14 +182,15 @@ class PlannedPass:
     """Predicted seconds of one micro-batch in one chunk.
 
     Attributes:
-        kind: `step` is forward and backward in one pass, in a plan with one stage.
+        kind: `step` is forward and backward in one pass, in a plan with one stage. With a `weights` pass, the
+            `backward` pass makes only gradients that the earlier chunk reads.
         chunk: number in the whole pipeline.
         communication_s: collectives that devices wait for.
         loop: counts from 1.
         hidden_s: collectives that run beside compute.
     """
 
-    kind: Literal["forward", "backward", "step"]
+    kind: Literal["forward", "backward", "weights", "step"]
     chunk: int
     compute_s: float
     communication_s: float

@@ -149,7 +149,7 @@ def _task_span(task: TaskTime) -> _Span:
     if task.track != FUNCTIONS:
         return _Span("transfer", f"{task.name} {task.track}", "", task.start_s, task.stop_s)
     kind = re.sub(r"[\d.]+$", "", task.name)
-    kind = kind if kind in ("forward", "backward", "step") else "update"
+    kind = kind if kind in ("forward", "backward", "weights", "step") else "update"
     return _Span(kind, task.name, "", task.start_s, task.stop_s)
 
 

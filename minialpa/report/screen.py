@@ -41,7 +41,7 @@ _LARGEST = {
     "idle": "Devices without a stage hold",
 }
 #: Letters of the passes in the picture of a pipeline.
-_LETTERS = {"forward": "▒", "backward": "█", "step": "█", "update": "░"}
+_LETTERS = {"forward": "▒", "backward": "█", "weights": "▓", "step": "█", "update": "░"}
 
 
 def screen(plan: Plan, *, full: bool = False) -> str:

@@ -20,7 +20,7 @@ from minialpa.support.perfetto import write_trace
 #: A stage has a lane for passes, and one for transfers to each other stage.
 _LANES = 1000
 #: Compiled functions, such as `backward3.last` or `forward0_loop2`.
-_PASS = re.compile(r"(forward|backward|step)(\d+)(?:\.\w+?)?(?:_loop(\d+))?(?:\.last)?")
+_PASS = re.compile(r"(forward|backward|weights|step)(\d+)(?:\.\w+?)?(?:_loop(\d+))?(?:\.last)?")
 
 
 def write_lanes(

@@ -258,7 +258,7 @@ def _spread(random: Random, example: Example) -> Example:
 
 # ---- ways to run them -----------------------------------------------------------------------------------------------
 
-_PIPELINES = ("pipeline", "pipeline-gpipe", "pipeline-given", "pipeline-auto", "pipeline-interleaved")
+_PIPELINES = ("pipeline", "pipeline-gpipe", "pipeline-given", "pipeline-auto", "pipeline-interleaved", "pipeline-zb")
 
 
 def _way(random: Random, has_boundary: bool) -> Way:
@@ -271,7 +271,7 @@ def _way(random: Random, has_boundary: bool) -> Way:
         return Way(kind, random.choice([(1,), (2,)]), n)
     if not kind.startswith("pipeline") and kind != "3d":
         return Way(kind, _often(random, (6, [(1,), (2,)]), (2, [(4,), (8,), (2, 2), (2, 4)])), n)
-    stages = random.choice([2, 2, 2, 4]) if kind == "pipeline-gpipe" else 2
+    stages = random.choice([2, 2, 2, 4]) if kind in ("pipeline-gpipe", "pipeline-zb") else 2
     by_boundary = has_boundary and stages == 2 and kind not in ("3d", "pipeline-interleaved")
     return Way(
         kind,

@@ -5,6 +5,10 @@ the chunks k, p + k, ..., (v - 1) p + k. Pass (c, b) of micro-batch b through ch
 
     forward(c, b)   <- forward(c - 1, b)
     backward(c, b)  <- forward(c, b) and backward(c + 1, b)
+    weights(c, b)   <- backward(c, b)
+
+A schedule may split backward passes: `backward` then makes the gradients that the earlier chunk reads, and `weights`
+the gradients of the chunk's parameters, for which no other stage waits.
 
 For example, `1f1b` with 2 stages and 3 micro-batches (f0: forward of micro-batch 0, b0: its backward):
 
@@ -22,7 +26,7 @@ from typing import Literal
 
 from minialpa.errors import ShardingError, VerifyError, meant
 
-Kind = Literal["forward", "backward"]
+Kind = Literal["forward", "backward", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class _ScheduleRule:
     max_live: Callable[[int, PipelineSize], int]
     trains: bool = True
     interleaves: bool = False
+    splits_backward: bool = False
 
 
 def _one_forward_one_backward(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
@@ -123,6 +128,21 @@ def _alternate(forward: tuple[Pass, ...], backward: tuple[Pass, ...], n_warm_up:
     return (*forward[:n_warm_up], *(one for pair in pairs for one in pair), *backward[n_pairs:])
 
 
+def _zero_bubble(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
+    """ZB-H1 (Qi et al., 2024): as `1f1b`, with the `weights` pass of stage k delayed by k micro-batches.
+
+    The passes for which other stages wait come first, and delayed passes fill the bubble at the end. Each stage keeps
+    as many micro-batches as the first stage of `1f1b`.
+    """
+    passes: list[Pass] = []
+    for one in _one_forward_one_backward(stage, size):
+        passes.append(one)
+        if one.kind == "backward" and one.micro_batch >= stage:
+            passes.append(Pass("weights", one.chunk, one.micro_batch - stage))
+    first_left = max(0, size.n_micro_batches - stage)
+    return (*passes, *(Pass("weights", stage, left) for left in range(first_left, size.n_micro_batches)))
+
+
 _RULES: dict[str, _ScheduleRule] = {
     "1f1b": _ScheduleRule(
         order=_one_forward_one_backward,
@@ -140,6 +160,11 @@ _RULES: dict[str, _ScheduleRule] = {
         max_live=lambda stage, size: min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches),
         interleaves=True,
     ),
+    "zb-h1": _ScheduleRule(
+        order=_zero_bubble,
+        max_live=lambda stage, size: min(size.n_stages, size.n_micro_batches),
+        splits_backward=True,
+    ),
 }
 
 
@@ -149,6 +174,10 @@ def schedule_names() -> tuple[str, ...]:
 
 def interleaves(name: str) -> bool:
     return _rule(name).interleaves
+
+
+def splits_backward(name: str) -> bool:
+    return _rule(name).splits_backward
 
 
 def make_schedule(name: str, size: PipelineSize) -> Schedule:
@@ -170,16 +199,17 @@ def max_live(name: str, stage: int, size: PipelineSize) -> int:
 def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
     """For each of the fullest moments of `stage`, the number of live micro-batches of each of its chunks.
 
-    A micro-batch is live in a chunk from its forward to its backward; without backward passes, until the forward of
-    the stage's last chunk. Of the moments (2, 0), (2, 1) and (1, 2), the result leaves out (2, 0): (2, 1) covers it.
+    A micro-batch is live in a chunk from its forward to its backward, or its weights pass; without backward passes,
+    until the forward of the stage's last chunk. Of the moments (2, 0), (2, 1) and (1, 2), the result leaves out (2, 0):
+    (2, 1) covers it.
     """
-    size, trains = schedule.size, _rule(schedule.name).trains
+    size, trains, last = schedule.size, _rule(schedule.name).trains, last_kind(schedule.name)
     live = [0] * size.n_chunks
     moments: dict[tuple[int, ...], None] = {}
     for one in schedule.passes[stage]:
         own_chunk = one.chunk // size.n_stages
-        if one.kind == "backward":
-            live[own_chunk] -= 1
+        if one.kind != "forward":
+            live[own_chunk] -= one.kind == last
             continue
 
         live[own_chunk] += 1
@@ -190,6 +220,11 @@ def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
     return tuple(
         one for one in moments if not any(one != other and all(map(int.__le__, one, other)) for other in moments)
     )
+
+
+def last_kind(name: str) -> Kind:
+    """The pass after which a micro-batch needs nothing of a chunk, if the schedule trains."""
+    return "weights" if splits_backward(name) else "backward"
 
 
 def ticks(schedule: Schedule) -> tuple[tuple[Pass, ...], ...]:
@@ -233,6 +268,8 @@ def _waits_for(one: Pass, schedule: Schedule) -> list[Pass]:
     chunk, micro_batch = one.chunk, one.micro_batch
     if one.kind == "forward":
         return [Pass("forward", chunk - 1, micro_batch)] if chunk > 0 else []
+    if one.kind == "weights":
+        return [Pass("backward", chunk, micro_batch)]
     is_last = chunk + 1 >= schedule.size.n_stages * schedule.size.n_chunks
     later = [] if is_last else [Pass("backward", chunk + 1, micro_batch)]
     return [Pass("forward", chunk, micro_batch), *later]

@@ -20,7 +20,7 @@ from minialpa.cluster import LinkSpec
 from minialpa.errors import ShardingError, VerifyError
 from minialpa.field_types import check_value
 from minialpa.inter.schedule.chunks import plan_chunks, plan_schedule
-from minialpa.inter.schedule.schedules import Pass, Schedule, global_order, make_schedule
+from minialpa.inter.schedule.schedules import Pass, Schedule, global_order, last_kind, make_schedule
 from minialpa.inter.schedule.timeline import StageTimeline, TimedPass, TimedTransfer, Timeline
 from minialpa.plan import PassName, Plan, PlannedTransfer
 from minialpa.support.private_jax import api_boundary
@@ -202,6 +202,7 @@ class _Simulation:
     def _memory_curve(self, stage: int) -> tuple[list[tuple[float, float]], int]:
         """(seconds, bytes per device from then on) in order, and the most live pairs (micro-batch, chunk)."""
         trains = any(name.kind == "backward" and name.loop == self.loop for name in self.costs)
+        last = last_kind(self.schedule.name)
         n_chunks, n_stages = self.schedule.size.n_chunks, self.schedule.size.n_stages
         kept_bytes, n_bytes = self.plan.stages[stage].kept_bytes, self.plan.stages[stage].fixed_bytes
         first_s = min((start_s for start_s, _ in self.times[stage].values()), default=0.0) if self.loop > 1 else 0.0
@@ -215,8 +216,9 @@ class _Simulation:
                 memory.append((start_s, n_bytes))
                 peak_live = max(peak_live, live)
 
-            # A backward pass frees the bytes of its chunk. Without backward passes, the last chunk frees all bytes.
-            if one.kind == "backward":
+            # The last pass of a micro-batch frees the bytes of its chunk. Without backward passes, the last chunk frees
+            # all bytes.
+            if trains and one.kind == last:
                 n_bytes, live = n_bytes - kept_bytes[own_chunk], live - 1
                 memory.append((end_s, n_bytes))
             elif not trains and own_chunk == n_chunks - 1:

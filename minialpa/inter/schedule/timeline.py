@@ -14,7 +14,7 @@ from minialpa.support.perfetto import Event, counter, interval, process_name, th
 class TimedPass:
     """A pass of a micro-batch in chunk `number`, or the update of stage `number`. Times count from the step's start."""
 
-    kind: Literal["forward", "backward", "step", "update"]
+    kind: Literal["forward", "backward", "weights", "step", "update"]
     number: int
     micro_batch: int | None
     start_s: float
@@ -22,7 +22,7 @@ class TimedPass:
 
     @property
     def name(self) -> str:
-        chunk = f" chunk {self.number}" if self.kind in ("forward", "backward") else ""
+        chunk = f" chunk {self.number}" if self.kind in ("forward", "backward", "weights") else ""
         return f"{self.kind}{chunk}" + ("" if self.micro_batch is None else f", micro-batch {self.micro_batch}")
 
 
@@ -32,7 +32,7 @@ class TimedTransfer:
 
     source_stage: int
     target_stage: int
-    kind: Literal["forward", "backward", "update"]
+    kind: Literal["forward", "backward", "weights", "update"]
     micro_batch: int | None
     n_bytes: float
     start_s: float

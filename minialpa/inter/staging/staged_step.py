@@ -16,6 +16,7 @@ from minialpa.inter.layers.unstack import with_row_blocks
 from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.inter.schedule.chunks import plan_chunks
+from minialpa.inter.schedule.schedules import splits_backward
 from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.leaf_placement import values_of_parts
 from minialpa.inter.staging.mesh_problem import mesh_equations
@@ -39,11 +40,13 @@ def stage_step(
     *,
     keep_activations: bool = False,
     cast_once: bool = False,
+    splits_backward: bool = False,
 ) -> StagedStep:
     """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty.
 
     keep_activations: see `split_micro_batches`.
     cast_once: see `with_weights_cast_once`; has an effect with several micro-batches.
+    splits_backward: see `stage_split`.
     """
     groups = chunk_of_group or [0] * traced.n_groups
     n_chunks = len(mesh_of_chunk)
@@ -57,7 +60,8 @@ def stage_step(
     split = split_micro_batches(traced, n_micro_batches, chunk_of, keep_activations=keep_activations)
     if cast_once and n_micro_batches > 1:
         split = with_weights_cast_once(split)
-    return stage_split(_shared(split, by_direction=n_chunks > 1), groups, mesh_of_chunk)
+    shared = _shared(split, by_direction=n_chunks > 1)
+    return stage_split(shared, groups, mesh_of_chunk, splits_backward=splits_backward)
 
 
 def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
@@ -130,6 +134,7 @@ def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
             chunks.stage_of,
             keep_activations=plan.keeps_activations,
             cast_once=plan.casts_once,
+            splits_backward=splits_backward(plan.schedule),
         )
     return RealisedStep(cut=cut, rematerialised=step, staged=staged)
 

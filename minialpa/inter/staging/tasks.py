@@ -6,9 +6,11 @@ their meshes, and prologues are copied to every mesh that reads them.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
@@ -18,9 +20,12 @@ from minialpa.inter.staging.placement import ChunkedStep, place_loops, place_upd
 from minialpa.ir.equations import Atom, bytes_of, is_literal, live_equations, operand_vars
 from minialpa.ir.repeats import NO_REPEATS, Repeats
 from minialpa.plan import PassName, PlannedTransfer
+from minialpa.rules.expensive import has_contraction
 from minialpa.tracing.trace import TracedStep
 
-TaskKind = Literal["prologue", "forward", "backward", "step", "update"]
+TaskKind = Literal["prologue", "forward", "backward", "weights", "step", "update"]
+#: Kinds of the tasks of a chunk.
+_OF_CHUNKS = ("forward", "backward", "weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,9 +33,10 @@ class Task:
     """Equations that run together on one mesh. Their variables are in a fixed order.
 
     Attributes:
-        kind: `step` is forward and backward in one, for a single stage; `update` runs after a loop.
+        kind: `step` is forward and backward in one, for a single stage; `weights` makes the gradients of a backward
+            pass that no other chunk reads; `update` runs after a loop.
         segment: 2 l - 1 in loop l, 2 l after it.
-        chunk: of a forward or backward task, counted over the pipeline; 0 for other tasks.
+        chunk: of a forward, backward or weights task, counted over the pipeline; 0 for other tasks.
         level: order among the updates of a mesh in a segment; level l + 1 waits for results of level l from other
             meshes.
         invars, outvars: variables from inputs or other tasks, and for other tasks or results of the step.
@@ -47,7 +53,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        number = self.chunk if self.kind in ("forward", "backward") else self.mesh
+        number = self.chunk if self.kind in _OF_CHUNKS else self.mesh
         loop = f"_loop{self.loop}" if self.loop > 1 else ""
         return f"{self.kind}{number}" + (f".{self.level}" if self.level else "") + loop
 
@@ -58,7 +64,7 @@ class Task:
 
     @property
     def per_micro_batch(self) -> bool:
-        return self.kind in ("forward", "backward", "step")
+        return self.kind in (*_OF_CHUNKS, "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +121,22 @@ def traced_positions(step: TracedStep, chunk_of_group: Sequence[int], n_chunks: 
     return positions
 
 
-def stage_split(split: SplitStep, chunk_of_group: Sequence[int], mesh_of_chunk: Sequence[int]) -> StagedStep:
-    """Place every operation of `split`. chunk_of_group: the chunk of each forward group."""
+def stage_split(
+    split: SplitStep, chunk_of_group: Sequence[int], mesh_of_chunk: Sequence[int], *, splits_backward: bool = False
+) -> StagedStep:
+    """Place every operation of `split`.
+
+    chunk_of_group: the chunk of each forward group.
+    splits_backward: whether a `weights` task makes the gradients that no other chunk reads.
+    """
     if len(mesh_of_chunk) == 1 and split.n_micro_batches == 1:
         return _one_task(split)
     labels = traced_positions(split.traced, chunk_of_group, len(mesh_of_chunk))
     step = ChunkedStep(split, labels, tuple(mesh_of_chunk))
-    tasks = _tasks(step, _placement(step))
+    placement = _placement(step)
+    tasks = _tasks(step, placement)
+    if splits_backward:
+        tasks = _with_weights_tasks(split, tasks, placement.floating)
     inputs, outputs = _input_and_output_meshes(split, tasks)
     return StagedStep(
         split=split, mesh_of_chunk=step.mesh_of_chunk, tasks=tasks, input_meshes=inputs, output_meshes=outputs
@@ -232,6 +247,54 @@ def _tasks(step: ChunkedStep, placement: _Placement) -> tuple[Task, ...]:
         )
         tasks.append(task)
     return tuple(tasks)
+
+
+def _with_weights_tasks(split: SplitStep, tasks: Sequence[Task], floating: frozenset[Var]) -> tuple[Task, ...]:
+    """The tasks with split backward tasks. In each loop, the `weights` tasks come after all backward tasks."""
+    read = {v for task in tasks if task.per_micro_batch for v in task.invars}
+    result: list[Task] = []
+    for _, segment in itertools.groupby(tasks, key=lambda task: task.segment):
+        pairs = [_split_backward(split, task, read, floating) for task in segment]
+        result += [first for first, _ in pairs]
+        result += [weights for _, weights in pairs if weights is not None]
+    return tuple(result)
+
+
+def _split_backward(
+    split: SplitStep, task: Task, read: AbstractSet[Var], floating: frozenset[Var]
+) -> tuple[Task, Task | None]:
+    """A backward task without what only gradients of parameters need, and the task of these; or the whole task, None.
+
+    read: the values that passes read. The second task reads what the first task has computed, so that both never
+    compute the same, except for `floating` values.
+    """
+    sent = [v for v in task.outvars if v in read]
+    if task.kind != "backward" or not sent:
+        return task, None
+    first = _live(task.eqns, sent)
+    made = {v for eqn in first for v in eqn.outvars}
+    rest = [eqn for eqn in task.eqns if made.isdisjoint(eqn.outvars) or not floating.isdisjoint(eqn.outvars)]
+    weights = _live(rest, [v for v in task.outvars if v not in made])
+    if not any(map(has_contraction, weights)):
+        return task, None
+
+    reads = _read_from_outside(weights)
+    results = [v for v in task.outvars if v in made]
+    return (
+        _with_equations(split, task, "backward", first, [*results, *(v for v in reads if v in made)]),
+        _with_equations(split, task, "weights", weights, [v for v in task.outvars if v not in made]),
+    )
+
+
+def _live(eqns: Sequence[JaxprEqn], outputs: Iterable[Var]) -> list[JaxprEqn]:
+    return [eqn for eqn, keep in zip(eqns, live_equations(eqns, outputs), strict=True) if keep]
+
+
+def _with_equations(
+    split: SplitStep, task: Task, kind: TaskKind, eqns: Sequence[JaxprEqn], results: Sequence[Var]
+) -> Task:
+    invars, outvars = _paired_variables(split, _read_from_outside(eqns), results)
+    return replace(task, kind=kind, eqns=tuple(eqns), invars=invars, outvars=outvars)
 
 
 def _read_from_outside(eqns: Sequence[JaxprEqn]) -> tuple[Var, ...]:
@@ -353,7 +416,7 @@ def planned_transfers(staged: StagedStep) -> tuple[PlannedTransfer, ...]:
 
 
 def _pass_of(task: Task) -> PassName:
-    if task.kind == "forward" or task.kind == "backward":
+    if task.kind == "forward" or task.kind == "backward" or task.kind == "weights":
         return PassName(task.kind, task.chunk, task.loop)
     # Every mesh computes the prologue that it reads, and `step` is for a single mesh.
     assert task.kind == "update", task.kind

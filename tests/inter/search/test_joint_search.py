@@ -22,12 +22,14 @@ from minialpa import (
     ManualStageOption,
     PipeshardParallel,
     ShardingError,
+    UniformStageOption,
     VerifyError,
     models,
 )
 from minialpa.inter.context import compiler_of
 from minialpa.inter.layers.forward import assign_layers, balanced_runs, natural_layers, sublayers_of
 from minialpa.inter.pipeline import plan_step
+from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.search.joint_search import StageSearch
 from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_cost import SublayerCosts, load_costs
@@ -202,7 +204,7 @@ def test_layers_are_the_blocks_of_a_model_and_its_head() -> None:
     assert [layer_of_sublayer[sublayer] for sublayer in sublayers] == list(layers)
 
 
-def test_stages_are_interleaved_where_the_bubble_is_large() -> None:
+def test_the_schedule_with_the_shortest_bubble_is_chosen_where_the_bubble_is_large() -> None:
     cluster = dataclasses.replace(V100, num_hosts=2, devices_per_host=1)
     traced = mlp(8, hidden=4096, batch=512)
     one_run = PipeshardParallel(
@@ -211,9 +213,19 @@ def test_stages_are_interleaved_where_the_bubble_is_large() -> None:
     free = AutoParallel(num_micro_batches=2, layer_option=AutoLayerOption())
     plain = plan_step(traced, cluster, one_run.options())
     plan = plan_step(traced, cluster, free.options())
-    assert (plain.schedule, plan.schedule) == ("1f1b", "1f1b-interleaved")
-    assert plan.cost.total_s < 0.9 * plain.cost.total_s
+    assert plain.schedule == "1f1b" and plan.schedule in ("1f1b-interleaved", "zb-h1")
+    assert simulate(plan).total_s < 0.9 * simulate(plain).total_s
     verify_plan(plan)
+
+    # Here the split of backward passes is worth more than more runs of layers in each stage.
+    interleaved = PipeshardParallel(
+        devices=cluster,
+        num_micro_batches=2,
+        pipeline_schedule="1f1b-interleaved",
+        layer_option=AutoLayerOption(),
+        stage_option=UniformStageOption(num_stages=2, num_chunks=2),
+    )
+    assert simulate(plan).total_s <= simulate(plan_step(traced, cluster, interleaved.options())).total_s
 
 
 @pytest.mark.parametrize("n_runs", [1, 3])
