@@ -216,7 +216,9 @@ class StagePlan:
         passes: for one micro-batch, in order.
         update_s: seconds per step before the first loop and after the last.
         fixed_bytes: bytes per device of state, gradients and temporaries.
-        kept_bytes: for each chunk, bytes per device of each micro-batch in flight.
+        kept_bytes: for each chunk, bytes per device of each micro-batch in flight. If gradients of weights have passes
+            of their own, three numbers per chunk: for all chunks the bytes until the backward pass, then until the
+            weights pass, then between these two.
         peak_bytes: per device.
         temp_bytes: part of `fixed_bytes`: temporaries of the largest task.
         optimal: whether the solver has proven that the shardings are the cheapest.

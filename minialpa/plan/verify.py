@@ -259,7 +259,8 @@ def _check_passes(plan: PlanRecord) -> None:
         where = f"stages[{k}]"
         between = f"{plan.n_loops - 1} numbers, as for the other stages"
         require(len(stage.between_s) == plan.n_loops - 1, f"{where}.between_s", stage.between_s, between)
-        require(len(stage.kept_bytes) == runs[k], f"{where}.kept_bytes", stage.kept_bytes, f"one for {runs[k]} chunks")
+        are_known = len(stage.kept_bytes) in (runs[k], 3 * runs[k])
+        require(are_known, f"{where}.kept_bytes", stage.kept_bytes, f"one or three for {runs[k]} chunks")
         for i, one in enumerate(stage.passes):
             require(one.chunk < sum(runs), f"{where}.passes[{i}].chunk", one.chunk, f"below {sum(runs)}")
             _check_loop(plan, one.loop, f"{where}.passes[{i}].loop")

@@ -199,22 +199,26 @@ def max_live(name: str, stage: int, size: PipelineSize) -> int:
 def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
     """For each of the fullest moments of `stage`, the number of live micro-batches of each of its chunks.
 
-    A micro-batch is live in a chunk from its forward to its backward, or its weights pass; without backward passes,
-    until the forward of the stage's last chunk. Of the moments (2, 0), (2, 1) and (1, 2), the result leaves out (2, 0):
-    (2, 1) covers it.
+    A micro-batch is live in a chunk from its forward to its backward; without backward passes, until the forward of
+    the stage's last chunk. Of the moments (2, 0), (2, 1) and (1, 2), the result leaves out (2, 0): (2, 1) covers it.
+
+    With split backward passes, each moment has three counts per chunk: all chunks from forward to backward, then from
+    forward to weights, and then from backward to weights.
     """
-    size, trains, last = schedule.size, _rule(schedule.name).trains, last_kind(schedule.name)
-    live = [0] * size.n_chunks
+    size, rule = schedule.size, _rule(schedule.name)
+    n_chunks = size.n_chunks
+    live = [0] * (3 * n_chunks if rule.splits_backward else n_chunks)
     moments: dict[tuple[int, ...], None] = {}
     for one in schedule.passes[stage]:
-        own_chunk = one.chunk // size.n_stages
-        if one.kind != "forward":
-            live[own_chunk] -= one.kind == last
-            continue
-
-        live[own_chunk] += 1
-        moments[tuple(live)] = None
-        if not trains and own_chunk == size.n_chunks - 1:
+        own = one.chunk // size.n_stages
+        begin, end = lifetimes(one.kind, own, n_chunks, splits=rule.splits_backward)
+        for i in begin:
+            live[i] += 1
+        if begin:
+            moments[tuple(live)] = None
+        for i in end:
+            live[i] -= 1
+        if not rule.trains and own == n_chunks - 1:
             live = [count - 1 for count in live]
 
     return tuple(
@@ -222,9 +226,16 @@ def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def last_kind(name: str) -> Kind:
-    """The pass after which a micro-batch needs nothing of a chunk, if the schedule trains."""
-    return "weights" if splits_backward(name) else "backward"
+def lifetimes(kind: Kind, chunk: int, n_chunks: int, *, splits: bool) -> tuple[list[int], list[int]]:
+    """The counts of `live_counts` that begin with a pass, and the counts that end with it."""
+    until_backward, until_weights, after_backward = chunk, n_chunks + chunk, 2 * n_chunks + chunk
+    match kind:
+        case "forward":
+            return [until_backward, *([until_weights] if splits else [])], []
+        case "backward":
+            return [after_backward] if splits else [], [until_backward]
+        case "weights":
+            return [], [until_weights, after_backward]
 
 
 def ticks(schedule: Schedule) -> tuple[tuple[Pass, ...], ...]:

@@ -5,7 +5,7 @@ Each stage runs its passes in the order of the schedule, each when its transfers
     start(pass)     = max(end of the previous pass of the stage, arrivals of its transfers)
     start(transfer) = max(end of the pass that makes it, end of the previous transfer between the same two stages)
     end(transfer)   = start + alpha + beta * bytes
-    bytes(stage)    = fixed_bytes + sum over chunks (live micro-batches * kept_bytes of the chunk)
+    bytes(stage)    = fixed_bytes + sum over counts of `live_counts` (count * its kept_bytes)
 
 Two stages on one host use the link inside the host, all others the link between hosts. Stages compute while transfers
 run. The update of a stage starts after its passes and the arrival of the sums of other stages; it does not wait for
@@ -20,7 +20,7 @@ from minialpa.cluster import LinkSpec
 from minialpa.errors import ShardingError, VerifyError
 from minialpa.field_types import check_value
 from minialpa.inter.schedule.chunks import plan_chunks, plan_schedule
-from minialpa.inter.schedule.schedules import Pass, Schedule, global_order, last_kind, make_schedule
+from minialpa.inter.schedule.schedules import Pass, Schedule, global_order, lifetimes, make_schedule
 from minialpa.inter.schedule.timeline import StageTimeline, TimedPass, TimedTransfer, Timeline
 from minialpa.plan import PassName, Plan, PlannedTransfer
 from minialpa.support.private_jax import api_boundary
@@ -202,25 +202,26 @@ class _Simulation:
     def _memory_curve(self, stage: int) -> tuple[list[tuple[float, float]], int]:
         """(seconds, bytes per device from then on) in order, and the most live pairs (micro-batch, chunk)."""
         trains = any(name.kind == "backward" and name.loop == self.loop for name in self.costs)
-        last = last_kind(self.schedule.name)
         n_chunks, n_stages = self.schedule.size.n_chunks, self.schedule.size.n_stages
         kept_bytes, n_bytes = self.plan.stages[stage].kept_bytes, self.plan.stages[stage].fixed_bytes
         first_s = min((start_s for start_s, _ in self.times[stage].values()), default=0.0) if self.loop > 1 else 0.0
+        splits = len(kept_bytes) > n_chunks
 
         live, peak_live = 0, 0
         memory = [(first_s, n_bytes)]
         for one, (start_s, end_s) in self.times[stage].items():
             own_chunk = one.chunk // n_stages
-            if one.kind == "forward":
-                n_bytes, live = n_bytes + kept_bytes[own_chunk], live + 1
+            begin, end = lifetimes(one.kind, own_chunk, n_chunks, splits=splits)
+            live += one.kind == "forward"
+            peak_live = max(peak_live, live)
+            if begin:
+                n_bytes += sum(kept_bytes[i] for i in begin)
                 memory.append((start_s, n_bytes))
-                peak_live = max(peak_live, live)
-
-            # The last pass of a micro-batch frees the bytes of its chunk. Without backward passes, the last chunk frees
-            # all bytes.
-            if trains and one.kind == last:
-                n_bytes, live = n_bytes - kept_bytes[own_chunk], live - 1
+            if end:
+                live -= one.kind == ("weights" if splits else "backward")
+                n_bytes -= sum(kept_bytes[i] for i in end)
                 memory.append((end_s, n_bytes))
+            # Without backward passes, the last chunk frees all bytes.
             elif not trains and own_chunk == n_chunks - 1:
                 n_bytes, live = n_bytes - sum(kept_bytes), live - n_chunks
                 memory.append((end_s, n_bytes))

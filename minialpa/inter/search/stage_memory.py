@@ -4,7 +4,7 @@
 
     fixed     parameters, optimizer state, accumulators, values for later loops
     kept[c]   per micro-batch, values that chunk c of the mesh keeps for later passes
-    live[c]   live micro-batches of chunk c at a moment, see `schedules.live_counts`
+    live[c]   live micro-batches of chunk c at a moment, see `schedules.live_counts` (also for split backward passes)
     temp      most further bytes of any task, by `intra/memory/liveness.py`
 
 `mesh_memory` measures a solution. `mesh_usages` lists the same bytes by variable before a solve, for the memory limit
@@ -53,7 +53,7 @@ def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
 class MeshMemory:
     """Bytes per device, as in the formula of the module.
 
-    kept_bytes: for each chunk of the mesh, per live micro-batch.
+    kept_bytes: for each count of `schedules.live_counts`, per live micro-batch.
     pass_temp_bytes, update_temp_bytes: `temp` of the passes and of the update.
     left_bytes: part of `pass_temp_bytes` that remains at the end of a pass, such as gradients before accumulation.
     largest: tensors at the peak of the task with the largest `temp`.
@@ -92,12 +92,12 @@ class _KeptVariables:
     """Variables of a mesh that outlive its tasks.
 
     fixed: values that stay for a whole loop -> number of copies.
-    residuals: values for later passes of the loop -> the chunk of the mesh that keeps them, from 0.
+    residuals: values for later passes of the loop -> the number of their count in `schedules.live_counts`.
     """
 
     fixed: dict[Var, int]
     residuals: dict[Var, int]
-    n_chunks: int
+    n_counts: int
 
 
 def mesh_memory(
@@ -131,8 +131,8 @@ def mesh_memory(
         temps[task.per_micro_batch] = max(temps[task.per_micro_batch], extra)
 
     fixed = sum(n * n_of(v) * _local_bytes(v, sharding.specs, view) for v, n in kept.fixed.items())
-    by_chunk = [0.0] * kept.n_chunks
-    host_by_chunk = [0.0] * kept.n_chunks
+    by_chunk = [0.0] * kept.n_counts
+    host_by_chunk = [0.0] * kept.n_counts
     for v, chunk in kept.residuals.items():
         by_chunk[chunk] += n_of(v) * _local_bytes(v, sharding.specs, view)
         host_by_chunk[chunk] += n_of(v) * _local_bytes(v, sharding.specs, view, in_host=True)
@@ -273,7 +273,19 @@ def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
 def _kept_variables(staged: StagedStep, mesh: int) -> _KeptVariables:
     n_chunks = sum(home == mesh for home in staged.mesh_of_chunk)
     fixed = _fixed_variables(staged, mesh)
-    return _KeptVariables(fixed, _residuals(staged, mesh, fixed), n_chunks)
+    residuals = _residuals(staged, mesh, fixed)
+    if not staged.splits_backward:
+        return _KeptVariables(fixed, residuals, n_chunks)
+
+    # As `live_counts` has them: kept until the backward pass, until the weights pass, or only between these two.
+    loop = [task for task in staged.tasks_of(mesh) if task.per_micro_batch]
+    of_weights = {v for task in loop if task.kind == "weights" for v in task.invars}
+    of_forward = {v for task in loop if task.kind == "forward" for v in (*task.invars, *task.outvars)}
+    counts = {
+        v: chunk if v not in of_weights else n_chunks + chunk if v in of_forward else 2 * n_chunks + chunk
+        for v, chunk in residuals.items()
+    }
+    return _KeptVariables(fixed, counts, 3 * n_chunks)
 
 
 def _fixed_variables(staged: StagedStep, mesh: int) -> dict[Var, int]:

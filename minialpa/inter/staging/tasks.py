@@ -76,6 +76,7 @@ class StagedStep:
         input_meshes: for each input (constants first, then arguments), the meshes that read the full-batch array.
         output_meshes: for each result, the mesh that holds it at the end; for the replacement of a donated input, the
             first mesh that reads that input.
+        splits_backward: whether gradients of weights have passes of their own.
         repeats: the equations that stand for several, in a short step.
     """
 
@@ -84,6 +85,7 @@ class StagedStep:
     tasks: tuple[Task, ...]
     input_meshes: tuple[tuple[int, ...], ...]
     output_meshes: tuple[tuple[int, ...], ...]
+    splits_backward: bool = False
     repeats: Repeats = NO_REPEATS
 
     @property
@@ -135,11 +137,17 @@ def stage_split(
     step = ChunkedStep(split, labels, tuple(mesh_of_chunk))
     placement = _placement(step)
     tasks = _tasks(step, placement)
+    splits_backward = splits_backward and len(mesh_of_chunk) > 1
     if splits_backward:
         tasks = _with_weights_tasks(split, tasks, placement.floating)
     inputs, outputs = _input_and_output_meshes(split, tasks)
     return StagedStep(
-        split=split, mesh_of_chunk=step.mesh_of_chunk, tasks=tasks, input_meshes=inputs, output_meshes=outputs
+        split=split,
+        mesh_of_chunk=step.mesh_of_chunk,
+        tasks=tasks,
+        input_meshes=inputs,
+        output_meshes=outputs,
+        splits_backward=splits_backward,
     )
 
 

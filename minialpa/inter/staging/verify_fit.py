@@ -88,6 +88,9 @@ def _verify_passes(staged: StagedStep, plan: Plan, mesh: int) -> None:
     between = f"one number for each of {n_loops} loops except the last"
     require(len(stage.between_s) == n_loops - 1, f"stages[{mesh}].between_s", stage.between_s, between)
 
+    n_kept = sum(home == mesh for home in staged.mesh_of_chunk) * (3 if staged.splits_backward else 1)
+    require(len(stage.kept_bytes) == n_kept, f"stages[{mesh}].kept_bytes", stage.kept_bytes, f"{n_kept} numbers")
+
     passes = [(one.kind, one.chunk, one.loop) for one in stage.passes]
     tasks = [(task.kind, task.chunk, task.loop) for task in staged.tasks_of(mesh) if task.per_micro_batch]
     require(passes == tasks, f"stages[{mesh}].passes", passes, f"the kinds, chunks and loops {tasks}")
