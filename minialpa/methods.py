@@ -220,8 +220,9 @@ class PipeshardParallel:
     Attributes:
         devices: as in `ShardParallel`.
         num_micro_batches: number of equal parts of the batch that pass through the stages.
-        pipeline_schedule: "1f1b", "gpipe", "inference", "zb-h1" with gradients of weights in passes of their own, or
-            "1f1b-interleaved" for stages of several runs of layers.
+        pipeline_schedule: "1f1b", "gpipe", "inference"; "zb-h1" with gradients of weights in passes of their own, "zb"
+            in an order for the seconds and memory of the stages; or "1f1b-interleaved" for stages of several runs of
+            layers.
         layer_option: how the model is cut into layers; None for `AutoLayerOption(layer_num=2)`. "manual" cuts at each
             `mark_pipeline_boundary`; a model without boundaries is one stage.
         stage_option: how layers become stages: "uniform" (also None), "auto", or an option object.

@@ -29,7 +29,7 @@ from minialpa.inter.context import PlanningContext, check_request, compiler_of
 from minialpa.inter.layers.layered_step import CutStep, layered_step
 from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
 from minialpa.inter.plan_details import alternatives_to
-from minialpa.inter.refine import or_longer_scans
+from minialpa.inter.refine import or_longer_scans, or_synthesised
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.user_stages import DecidedStage, given_stages
 from minialpa.inter.search_payoff import or_equal_stages, plan_if_not_searched, without_search
@@ -78,6 +78,8 @@ def plan_step(
         if not len(context.sublayered):
             raise
         plan = _best_plan(dataclasses.replace(context, shortens=False))
+    if plan.schedule == "zb" or options.choose_schedule:
+        plan = or_synthesised(plan)
     others = [one for one in context.made if one.cluster == plan.cluster]
     return dataclasses.replace(plan, alternatives=alternatives_to(plan, others, Sketch))
 

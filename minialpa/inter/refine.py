@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal
 
 from minialpa.errors import InfeasibleError
 from minialpa.inter.build_plan import plan_stages
@@ -12,9 +15,11 @@ from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.forward import balanced_runs, layer_flops
 from minialpa.inter.layers.layered_step import CutStep, layered_step, with_longer_scans
 from minialpa.inter.schedule.chunks import plan_chunks
-from minialpa.inter.schedule.simulate import simulate
+from minialpa.inter.schedule.schedules import live_counts, order_text
+from minialpa.inter.schedule.simulate import link_between, simulate
+from minialpa.inter.schedule.synthesis import StageWork, synthesise
 from minialpa.inter.search.user_stages import as_planned
-from minialpa.plan import Plan
+from minialpa.plan import PassName, Plan, StagePlan
 
 #: Other schedules are tried if the bubble is at least this part of the step. By choice: each try solves all stages.
 _LARGE_BUBBLE = 0.02
@@ -65,6 +70,58 @@ def _zero_bubble(context: PlanningContext, best: Plan, cut: CutStep) -> list[Pla
         return [plan_stages(split, layered, stages)]
     except InfeasibleError:
         return []
+
+
+def or_synthesised(best: Plan) -> Plan:
+    """A pipeline with split backward passes, with an order made for its seconds and free memory, if that is faster."""
+    size = plan_chunks(best).size(best.n_micro_batches)
+    if len(best.stages) == 1 or not any(one.kind == "weights" for stage in best.stages for one in stage.passes):
+        return best
+
+    made = synthesise([_work_of(best, k) for k in range(size.n_stages)], size.n_micro_batches)
+    timeline = simulate(best, made)
+    gain_s = simulate(best).total_s - timeline.total_s
+    if gain_s <= 0:
+        return best
+
+    # The shardings stay: only the micro-batches in flight, and the wait of the stages, are others.
+    stages = tuple(
+        dataclasses.replace(stage, peak_bytes=stage.fixed_bytes + _most_kept(stage, live_counts(made, k)))
+        for k, stage in enumerate(best.stages)
+    )
+    cost = dataclasses.replace(
+        best.cost,
+        total_s=best.cost.total_s - gain_s,
+        bubble_s=max(0.0, best.cost.bubble_s - gain_s),
+        peak_bytes=tuple(stage.peak_bytes for stage in stages),
+    )
+    return dataclasses.replace(
+        best, schedule="zb", orders=tuple(map(order_text, made.passes)), stages=stages, cost=cost
+    )
+
+
+def _work_of(plan: Plan, k: int) -> StageWork:
+    stage = plan.stages[k]
+    seconds = {one.kind: one.seconds for one in stage.passes}
+    limit = stage.option.limit_bytes(plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host))
+
+    def sends_s(kind: Literal["forward", "backward"], neighbour: int) -> float:
+        n_bytes = sum(
+            t.n_bytes for t in plan.transfers if t.source == PassName(kind, k) and t.target.number == neighbour
+        )
+        return link_between(plan, k, neighbour).transfer_s(n_bytes) if n_bytes else 0.0
+
+    until_backward, until_weights, after_backward = stage.kept_bytes
+    return StageWork(
+        seconds=(seconds.get("forward", 0.0), seconds.get("backward", 0.0), seconds.get("weights", 0.0)),
+        kept=(until_backward, until_weights, after_backward),
+        budget=math.inf if limit is None else max(limit, stage.peak_bytes) - stage.fixed_bytes,
+        sends_s=(sends_s("forward", k + 1), sends_s("backward", k - 1)),
+    )
+
+
+def _most_kept(stage: StagePlan, moments: Sequence[Sequence[int]]) -> float:
+    return max(sum(n * size for n, size in zip(live, stage.kept_bytes, strict=True)) for live in moments)
 
 
 def _interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> list[Plan]:

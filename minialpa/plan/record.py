@@ -377,6 +377,7 @@ class PlanRecord:
     Attributes:
         fingerprint: identifies the planned step.
         schedule: name of the order of passes, such as `1f1b`.
+        orders: for each stage, its passes in order, such as `f0 f1 b0 w0`, if the schedule is `zb`; else empty.
         layer_of_group: layer of each forward group, in order; empty without a pipeline.
         remat: for each layer, the forward values that its backward pass recomputes: `none`, `dots` for all except
             matrix products, `full` for all.
@@ -421,6 +422,7 @@ class PlanRecord:
     compiler_options: tuple[tuple[str, bool], ...] = ()
     roles: tuple[ArgumentRole, ...] = ()
     model_flops: float = 0.0
+    orders: tuple[str, ...] = ()
     alternatives: tuple[PlannedAlternative, ...] = field(default=(), compare=False)
 
     @property

@@ -39,7 +39,7 @@ ONE_STAGE: dict[str, Any] = {
     "zero2": Zero2Parallel,
     "zero3": Zero3Parallel,
 }
-_SCHEDULES = {"pipeline-gpipe": "gpipe", "pipeline-interleaved": "1f1b-interleaved", "pipeline-zb": "zb-h1"}
+_SCHEDULES = {"pipeline-gpipe": "gpipe", "pipeline-interleaved": "1f1b-interleaved", "pipeline-zb": "zb"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,10 @@ CASES: dict[str, tuple[Plan, str]] = {
     "stage of a collective": (with_collective((0,), 2, 1), "stage` is 2; expected below 2"),
     "axis of a collective": (with_collective((1,), 0, 1), r"axes` is \(1,\); expected axes of a"),
     "never": (with_collective((0,), 0, 0), "times_per_step` is 0; expected at least 1"),
-    "what other chunks keep": (with_stage(0, kept_bytes=(1.0, 1.0)), r"kept_bytes` is .*expected one or three for 1 chunks"),
+    "what other chunks keep": (
+        with_stage(0, kept_bytes=(1.0, 1.0)),
+        r"kept_bytes` is .*expected one or three for 1 chunks",
+    ),
     "pass of no chunk": (
         with_stage(0, passes=(replace(good().stages[0].passes[0], chunk=2),)),
         r"stages\[0\].passes\[0\].chunk` is 2; expected below 2",

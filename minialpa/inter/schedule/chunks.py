@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minialpa.errors import ShardingError
-from minialpa.inter.schedule.schedules import PipelineSize, Schedule, interleaves, make_schedule
+from minialpa.inter.schedule.schedules import PipelineSize, Schedule, interleaves, make_schedule, parsed_schedule
 from minialpa.plan import Plan
 
 #: Stages that a message lists.
@@ -68,7 +68,10 @@ def plan_schedule(plan: Plan, loop: int | None = None) -> Schedule:
     """
     passes = (one for stage in plan.stages for one in stage.passes)
     trains = any(one.kind == "backward" and loop in (None, one.loop) for one in passes)
-    return make_schedule(plan.schedule if trains else "inference", plan_chunks(plan).size(plan.n_micro_batches))
+    size = plan_chunks(plan).size(plan.n_micro_batches)
+    if trains and plan.orders:
+        return parsed_schedule(plan.schedule, size, plan.orders)
+    return make_schedule(plan.schedule if trains else "inference", size)
 
 
 def check_chunks(chunks: Chunks, schedule: str) -> None:

@@ -20,7 +20,7 @@ For example, `1f1b` with 2 stages and 3 micro-batches (f0: forward of micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -143,6 +143,11 @@ def _zero_bubble(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     return (*passes, *(Pass("weights", stage, left) for left in range(first_left, size.n_micro_batches)))
 
 
+_ZERO_BUBBLE = _ScheduleRule(
+    order=_zero_bubble,
+    max_live=lambda stage, size: min(size.n_stages, size.n_micro_batches),
+    splits_backward=True,
+)
 _RULES: dict[str, _ScheduleRule] = {
     "1f1b": _ScheduleRule(
         order=_one_forward_one_backward,
@@ -160,11 +165,9 @@ _RULES: dict[str, _ScheduleRule] = {
         max_live=lambda stage, size: min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches),
         interleaves=True,
     ),
-    "zb-h1": _ScheduleRule(
-        order=_zero_bubble,
-        max_live=lambda stage, size: min(size.n_stages, size.n_micro_batches),
-        splits_backward=True,
-    ),
+    "zb-h1": _ZERO_BUBBLE,
+    # Of a plan, whose `orders` replace this order.
+    "zb": _ZERO_BUBBLE,
 }
 
 
@@ -189,6 +192,33 @@ def make_schedule(name: str, size: PipelineSize) -> Schedule:
             f"stage {size.n_chunks} runs of layers. Use `1f1b-interleaved`, or `n_chunks=1`."
         )
     return Schedule(name, size, tuple(rule.order(stage, size) for stage in range(size.n_stages)))
+
+
+def order_text(passes: Sequence[Pass]) -> str:
+    """The passes of a stage with one chunk: `f0 f1 b0 w0 b1 w1`."""
+    return " ".join(f"{one.kind[0]}{one.micro_batch}" for one in passes)
+
+
+def parsed_schedule(name: str, size: PipelineSize, orders: Sequence[str]) -> Schedule:
+    """A schedule with the `orders` of its stages, as `order_text` writes them.
+
+    Raises ShardingError unless each stage has each of its passes once, with the micro-batches of each kind in order,
+    VerifyError if stages wait for each other in a circle.
+    """
+    kinds: dict[str, Kind] = {"f": "forward", "b": "backward", "w": "weights"}
+    expected = [f"{kind}{b}" for kind in kinds for b in range(size.n_micro_batches)]
+    for stage, text in enumerate(orders):
+        if sorted(text.split(), key=lambda word: "fbw".find(word[:1])) != expected:
+            raise ShardingError(
+                f"The order of stage {stage} needs the passes f0 to f{size.n_micro_batches - 1}, and so for b and w, "
+                f"each once and each kind in order; got {text!r}."
+            )
+    passes = tuple(
+        tuple(Pass(kinds[word[0]], stage, int(word[1:])) for word in text.split()) for stage, text in enumerate(orders)
+    )
+    schedule = Schedule(name, size, passes)
+    ticks(schedule)
+    return schedule
 
 
 def max_live(name: str, stage: int, size: PipelineSize) -> int:

@@ -53,6 +53,16 @@ def _loop_schedules(plan: Plan, schedule: Schedule) -> list[Schedule]:
     return [schedule if loop in training else inference for loop in range(1, plan.n_loops + 1)]
 
 
+def link_between(plan: Plan, source: int, target: int) -> LinkSpec:
+    """The link of transfers between two stages."""
+    per_host = plan.cluster.devices_per_host
+    hosts: set[int] = set()
+    for stage in (plan.stages[source], plan.stages[target]):
+        last_device = stage.first_device + stage.n_devices - 1
+        hosts |= {stage.first_device // per_host, last_device // per_host}
+    return plan.cluster.link(same_host=len(hosts) == 1)
+
+
 class _Simulation:
     """The state of a simulation. `loop` is the current loop, and `schedule` its schedule."""
 
@@ -154,7 +164,7 @@ class _Simulation:
         """Queue a transfer on its link. micro_batch: None for an update."""
         source, target = self._stage_of_pass(transfer.source), self._stage_of_pass(transfer.target)
         start_s = max(ready_s, self.link_free[source, target])
-        end_s = start_s + self._link_between(source, target).transfer_s(transfer.n_bytes)
+        end_s = start_s + link_between(self.plan, source, target).transfer_s(transfer.n_bytes)
         self.link_free[source, target] = end_s
         self.arrival[transfer, micro_batch or 0] = end_s
 
@@ -172,14 +182,6 @@ class _Simulation:
 
     def _stage_of_pass(self, name: PassName) -> int:
         return name.number if name.kind == "update" else self.stage_of[name.number]
-
-    def _link_between(self, source: int, target: int) -> LinkSpec:
-        per_host = self.plan.cluster.devices_per_host
-        hosts: set[int] = set()
-        for stage in (self.plan.stages[source], self.plan.stages[target]):
-            last_device = stage.first_device + stage.n_devices - 1
-            hosts |= {stage.first_device // per_host, last_device // per_host}
-        return self.plan.cluster.link(same_host=len(hosts) == 1)
 
     # ---- update and memory ----------------------------------------------------------------------------------------
 

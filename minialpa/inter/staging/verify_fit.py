@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend.core import Var
 
 from minialpa.errors import MinialpaError, VerifyError
-from minialpa.inter.schedule.chunks import check_chunks, plan_chunks
+from minialpa.inter.schedule.chunks import check_chunks, plan_chunks, plan_schedule
 from minialpa.inter.schedule.schedules import schedule_names
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.tasks import StagedStep
@@ -39,6 +39,12 @@ def verify_decisions(traced: TracedStep, plan: Plan) -> None:
     require(plan.schedule in schedule_names(), "schedule", plan.schedule, f"one of {names}")
     with blamed("schedule", plan.schedule):
         check_chunks(plan_chunks(plan), plan.schedule)
+    if plan.orders:
+        n_stages = len(plan.stages)
+        require(plan.schedule == "zb", "schedule", plan.schedule, "`zb`, because the plan has `orders`")
+        require(len(plan.orders) == n_stages, "orders", f"a list of {len(plan.orders)}", f"one for {n_stages} stages")
+        with blamed("orders", "a list"):
+            plan_schedule(plan)
 
 
 def verify_layers(n_groups: int, plan: Plan) -> None:

@@ -50,7 +50,7 @@ def live_by_formula(name: str, stage: int, size: PipelineSize) -> int:
         return (v - 1) * group + 1
     if name == "gpipe":
         return n
-    if name == "zb-h1":
+    if splits_backward(name):
         return min(p, n)
     return min(p - stage, n) if v == 1 else min(2 * (p - stage - 1) + (v - 1) * group + 1, v * n)
 
@@ -66,7 +66,9 @@ def test_a_schedule_obeys_its_laws(name: str, size: PipelineSize) -> None:
     p, n, v = size.n_stages, size.n_micro_batches, size.n_chunks if interleaves(name) else 1
     size = PipelineSize(p, n, v)
     schedule = make_schedule(name, size)
-    kinds = {"inference": ("forward",), "zb-h1": ("forward", "backward", "weights")}.get(name, ("forward", "backward"))
+    kinds = ("forward",) if name == "inference" else ("forward", "backward")
+    if splits_backward(name):
+        kinds = ("forward", "backward", "weights")
 
     for stage, passes in enumerate(schedule.passes):
         chunks = range(stage, p * v, p)
@@ -82,7 +84,7 @@ def test_a_schedule_obeys_its_laws(name: str, size: PipelineSize) -> None:
 
     # With fewer micro-batches than stages, the first stage of several chunks waits for the last one.
     n_ticks = len(kinds) * ((v - 1) * max(n, p) + n + p - 1)
-    if name == "zb-h1":
+    if splits_backward(name):
         n_ticks = 3 * n + (p - 1) + max(0, p - n)
     assert len(ticks(schedule)) == makespan(schedule) == n_ticks
 
