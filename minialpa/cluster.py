@@ -77,6 +77,7 @@ class DeviceSpec:
         memory_bandwidth: bytes per second.
         kernels: `None` for the roofline: max(flops / peak, bytes / bandwidth).
         n_processors: streaming multiprocessors of a GPU, which compute the tiles of a product in rounds; 0 if unknown.
+        host_bandwidth: bytes per second to the memory of the host, and as many from it at the same time.
     """
 
     name: str
@@ -85,6 +86,7 @@ class DeviceSpec:
     memory_bandwidth: Positive
     kernels: KernelRates | None = None
     n_processors: Annotated[int, Within(0)] = 0
+    host_bandwidth: Positive = 50e9
 
     @api_boundary
     def __post_init__(self) -> None:
@@ -152,11 +154,16 @@ def _device(
     bandwidth: float,
     kernels: KernelRates | None = None,
     n_processors: int = 0,
+    host_bandwidth: float = 50e9,
     **tflops: float,
 ) -> DeviceSpec:
-    """Memory in GB, bandwidth in bytes/s, peak rates in Tflop/s by dtype."""
+    """Memory in GB, bandwidths in bytes/s, peak rates in Tflop/s by dtype. PCIe 5.0 with 16 lanes by default."""
     rates = tuple(sorted((k, v * 1e12) for k, v in tflops.items()))
-    return DeviceSpec(name, rates, memory_gb * 1e9, bandwidth, kernels, n_processors)
+    return DeviceSpec(name, rates, memory_gb * 1e9, bandwidth, kernels, n_processors, host_bandwidth)
+
+
+#: PCIe 3.0 and 4.0 with 16 lanes, in bytes/s.
+_PCIE_3, _PCIE_4 = 12e9, 25e9
 
 
 def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: float) -> KernelRates:
@@ -180,6 +187,7 @@ _AMPERE_KERNELS = _kernels(sustained=0.98, memory_efficiency=1.35, attention_eff
 _HOPPER_KERNELS = _kernels(sustained=0.74, memory_efficiency=1.9, attention_efficiency=0.4)
 
 #: Rates in Tflop/s by dtype.
+_AMPERE = {"float32": 19.5, "tensorfloat32": 156, "float16": 312, "bfloat16": 312}
 _HOPPER = {"float32": 67, "tensorfloat32": 494, "float16": 989, "bfloat16": 989} | dict.fromkeys(
     ("float8_e4m3fn", "float8_e5m2"), 1979
 )
@@ -191,21 +199,17 @@ _BLACKWELL = {"float32": 75, "tensorfloat32": 1125, "float16": 2250, "bfloat16":
 #: are rough: a virtual device has a part of a processor.
 _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     "v100-p3.16xlarge": (
-        _device("v100", 16, 0.9e12, _AMPERE_KERNELS, 80, float32=15.7, float16=125, bfloat16=15.7),
+        _device("v100", 16, 0.9e12, _AMPERE_KERNELS, 80, _PCIE_3, float32=15.7, float16=125, bfloat16=15.7),
         LinkSpec(6e-6, 1 / 120e9),
         LinkSpec(2e-5, 1 / 3.1e9),
     ),
     "a100-40gb": (
-        _device(
-            "a100-40gb", 40, 1.55e12, _AMPERE_KERNELS, 108, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312
-        ),
+        _device("a100-40gb", 40, 1.55e12, _AMPERE_KERNELS, 108, _PCIE_4, **_AMPERE),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),
     "a100-80gb": (
-        _device(
-            "a100-80gb", 80, 2.0e12, _AMPERE_KERNELS, 108, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312
-        ),
+        _device("a100-80gb", 80, 2.0e12, _AMPERE_KERNELS, 108, _PCIE_4, **_AMPERE),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),

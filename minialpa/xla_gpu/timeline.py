@@ -8,11 +8,15 @@ after the other:
 
 An all-gather of 3 ms that starts before two kernels of 1 ms, and ends after them, is exposed for 1 ms.
 
+Copies between the memories of device and host run beside kernels in the same way, one after the other in each
+direction.
+
 An attention by cuDNN has the price of its kernel, whether or not the machine that compiled the program has cuDNN.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +24,12 @@ from dataclasses import dataclass, field
 from minialpa.attention.cudnn import KERNEL_SCOPE
 from minialpa.cluster import DeviceSpec
 from minialpa.hlo import HloCollective, collective_of
-from minialpa.hlo.text import Computation, Instruction, parse_module
+from minialpa.hlo.text import Computation, Instruction, array_sizes, parse_module, split_tuple
 from minialpa.xla_gpu.kernels import Kernels
 
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+#: In the shape of an array in the memory of the host.
+_IN_HOST = "S(5)"
 #: In the names of operations in the gradient of an attention.
 _GRADIENT_SCOPE = "jit(differentiate)"
 #: The call of cuDNN's kernel, and its rate: all are for 16 bits.
@@ -92,12 +98,14 @@ class _Clock:
     now: end of the last kernel.
     kernels_s: so far.
     links_free: end of the last collective.
-    started: for each running collective, its end, and `kernels_s` at its start.
+    host_free: ends of the last copies to and from the memory of the host.
+    started: for each running collective or copy, its end, and `kernels_s` at its start.
     """
 
     now: float = 0.0
     kernels_s: float = 0.0
     links_free: float = 0.0
+    host_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
     started: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def run(self, kernels_s: float, total_s: float) -> None:
@@ -107,6 +115,10 @@ class _Clock:
     def start(self, name: str, seconds: float) -> None:
         self.links_free = max(self.now, self.links_free) + seconds
         self.started[name] = (self.links_free, self.kernels_s)
+
+    def start_copy(self, name: str, seconds: float, *, to_host: bool) -> None:
+        self.host_free[to_host] = max(self.now, self.host_free[to_host]) + seconds
+        self.started[name] = (self.host_free[to_host], self.kernels_s)
 
     def wait(self, name: str, seconds: float) -> tuple[float, bool]:
         """Exposed seconds of the collective, and whether kernels ran beside it."""
@@ -138,6 +150,10 @@ class _ModuleWalk:
                     self._wait(clock, instruction.name, pending)
             elif opcode.endswith("-done") and instruction.operands[0] in pending:
                 self._wait(clock, instruction.operands[0], pending)
+            elif opcode == "copy-start" and _IN_HOST in instruction.shape:
+                self._start_copy(clock, instruction)
+            elif opcode == "copy-done" and instruction.operands[0] in clock.started:
+                clock.wait(instruction.operands[0], math.inf)
             else:
                 clock.run(*self._instruction_s(instruction, computation, times, in_loop))
         return clock.kernels_s, clock.now
@@ -146,6 +162,13 @@ class _ModuleWalk:
         one = pending.pop(name)
         seconds = self._seconds_of(one)
         self._exposed.append(ExposedCollective(one, seconds, *clock.wait(name, seconds)))
+
+    def _start_copy(self, clock: _Clock, instruction: Instruction) -> None:
+        target, *_ = split_tuple(instruction.shape)
+        n_bytes = sum(size for _, size in array_sizes(target))
+        device = self._kernels.device
+        seconds = n_bytes / device.host_bandwidth if device is not None else 0.0
+        clock.start_copy(instruction.name, seconds, to_host=_IN_HOST in target)
 
     def _instruction_s(
         self, instruction: Instruction, around: Computation, times: int, in_loop: bool

@@ -41,9 +41,6 @@ from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import Spec
 from minialpa.tracing.flattening import flat_body
 
-#: Between the memories of a device and its host: PCIe 5.0 with 16 lanes.
-HOST_LINK_BYTES_PER_S = 50e9
-
 
 class Work(NamedTuple):
     """Seconds of an equation: devices that split it divide `shared_s`; each takes `fixed_s`."""
@@ -70,7 +67,7 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
     if eqn.primitive.name in ("minialpa_grouped_product", "minialpa_grouped_sum"):
         return Work(_grouped_s(eqn, factors, device), device.launch_s)
     if moves_memory(eqn):
-        return Work(sum(map(bytes_of, eqn.outvars)) / HOST_LINK_BYTES_PER_S, 0.0)
+        return Work(sum(map(bytes_of, eqn.outvars)) / device.host_bandwidth, 0.0)
     # XLA updates an array in place: only the update is written.
     written = sum(map(bytes_of, eqn.invars[1:2] if eqn.primitive.name == "dynamic_update_slice" else eqn.outvars))
     if is_contraction(eqn) or is_kernel(eqn):
