@@ -25,7 +25,7 @@ from minialpa.intra.strategies.candidates import Bill, Candidates, Specs
 from minialpa.intra.strategies.combining import Sharing
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.intra.strategies.rotation import rotation_of
-from minialpa.intra.strategies.work import idle_s, work_of
+from minialpa.intra.strategies.work import idle_s, without_kernel_s, work_of
 from minialpa.ir.equations import aval_of, bytes_of, shape_of
 from minialpa.rules.expensive import has_contraction
 from minialpa.rules.factors import Factors
@@ -95,7 +95,8 @@ def priced(
     gather_s: seconds of a reduction that needs an all-gather, if all-gathers are forbidden.
     """
     work = work_of(eqn, factors, mesh)
-    compute = (work.shared_s + idle_s(eqn, mesh, candidates)) / candidates.n_shares + work.fixed_s
+    further_s = idle_s(eqn, mesh, candidates) + without_kernel_s(eqn, factors, mesh, candidates)
+    compute = (work.shared_s + further_s) / candidates.n_shares + work.fixed_s
 
     bills = np.array([_bill_s(eqn, bill, mesh, sharing) for bill in candidates.bills], np.float64)
     if gather_s is not None:

@@ -169,6 +169,24 @@ def blockwise_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
     return _OF_BLOCKS * products_s + moved_bytes / device.memory_bandwidth
 
 
+def without_kernel_s(
+    eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, candidates: Candidates
+) -> NDArray[np.float64] | float:
+    """For each candidate, the seconds on a single device that a device without cuDNN's kernel takes longer.
+
+    The kernel counts a causal mask from the first query and key, so it has none for a part of the queries.
+    """
+    device = mesh.device
+    if device is None or device.kernels is None or not is_attention(eqn) or not has_kernel(eqn):
+        return 0.0
+    if not eqn.params["kind"].has_window:
+        return 0.0
+    longer_s = blockwise_s(eqn, factors, device) - work_of(eqn, factors, mesh).shared_s
+    # Results are [b t g r e], or [b t g r d] for the cotangent of queries.
+    in_parts = np.array([bool(made.dims[1]) for made in candidates.made[0]])
+    return _of_candidates(longer_s * in_parts, candidates)
+
+
 # ---- grouped products -----------------------------------------------------------------------------------------------
 
 
@@ -221,11 +239,16 @@ def idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray[
     n_summands = math.prod(shape_of(eqn.invars[0])[dim] for dim in sums)
     computing_s = device.computing_s(factors_of(eqn).flops, _rate_of(eqn))
     wastes = np.array([waste_of(made) for made in candidates.made[0]])
+    return _of_candidates(computing_s * (wastes - 1), candidates)
+
+
+def _of_candidates(seconds: NDArray[np.float64], candidates: Candidates) -> NDArray[np.float64]:
+    """seconds: for each of `candidates.made`."""
     if candidates.has_choice:
-        return computing_s * (wastes - 1)
-    seconds = np.zeros(len(candidates.n_shares))
-    seconds[candidates.first] = computing_s * (wastes - 1)
-    return seconds
+        return seconds
+    of_candidates = np.zeros(len(candidates.n_shares))
+    of_candidates[candidates.first] = seconds
+    return of_candidates
 
 
 @functools.lru_cache(maxsize=65536)
