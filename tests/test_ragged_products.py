@@ -42,6 +42,8 @@ def _gradients(x: Any, w: Any, sizes: Any) -> Any:
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "more rows than there are": (lax.ragged_dot, (X, W, SIZES + 2)),
+    "no rows": (_gradients, (X[:0], W, 0 * SIZES)),
+    "no features": (lax.ragged_dot, (X[:, :0], W[:, :0], SIZES)),
     "many tiles": (lax.ragged_dot, (floats((300, K), 0), W, np.array([100, 0, 171], np.int32))),
     "gradients of many tiles": (_gradients, (floats((300, K), 0), W, np.array([100, 0, 171], np.int32))),
     "bfloat16": (lax.ragged_dot, (X.astype(jnp.bfloat16), W.astype(jnp.bfloat16), SIZES)),
@@ -117,7 +119,7 @@ def test_small_integers_cannot_count_many_rows() -> None:
         trace_flat(lax.ragged_dot, floats((300, K), 0), W, np.array([100, 40, 60], np.int8))
 
 
-@hypothesis.settings(deadline=None, max_examples=20)
+@hypothesis.settings(deadline=None, max_examples=6)
 @hypothesis.given(data=st.data())
 def test_parts_of_every_factor_make_the_whole(data: st.DataObject) -> None:
     """Also with rows of no group, empty groups, and tiles in which several groups have rows."""

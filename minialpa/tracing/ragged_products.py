@@ -67,19 +67,19 @@ def grouped_product(
         right = _merged(rhs, [rhs_batch, numbers.rhs_group_dimensions, *matrix])
         params["summed"] = 2 + matrix.index(rhs_sums)
 
+    shape = [array.shape[dim] for array, dims in ((lhs, lhs_batch), (lhs, lhs_kept), (rhs, rhs_kept)) for dim in dims]
+    shape = [group_sizes.shape[-1], *shape] if is_summed else shape
+    if 0 in (lhs.size, rhs.size):
+        return (jnp.zeros(shape, dtype),)
+
     n_in_row = math.prod(lhs.shape[dim] for dim in rows[at + 1 :])
     bounds = _bounds(group_sizes, (*left.shape[:2], group_sizes.shape[-1]), lhs.shape[ragged], n_in_row)
     positions = lax.iota(np.int32, left.shape[2])
-    primitive = grouped_sum_p if is_summed else grouped_product_p
     params |= {"n_rows": left.shape[2], "n_groups": bounds[0].shape[-1]}
-    (out,) = primitive.bind(left, right, *bounds, positions, **params)
-
-    shape = [[array.shape[dim] for dim in dims] for array, dims in ((lhs, lhs_batch), (lhs, lhs_kept), (rhs, rhs_kept))]
-    if is_summed:
-        # Without a batch, a transpose would count as a copy.
-        out = jnp.moveaxis(out, 1, 0) if out.shape[0] > 1 else out
-        return (out.reshape(params["n_groups"], *shape[0], *shape[1], *shape[2]),)
-    return (out.reshape(*shape[0], *shape[1], *shape[2]),)
+    (out,) = (grouped_sum_p if is_summed else grouped_product_p).bind(left, right, *bounds, positions, **params)
+    # Without a batch, a transpose would count as a copy.
+    out = jnp.moveaxis(out, 1, 0) if is_summed and out.shape[0] > 1 else out
+    return (out.reshape(shape),)
 
 
 def _others(array: Any, *named: Sequence[int]) -> list[int]:

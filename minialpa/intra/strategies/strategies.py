@@ -2,9 +2,10 @@
 
 A *candidate* is a choice of specs for the operands and results of an equation. Its *bill* lists its collectives.
 Candidates with equal specs that differ in the collectives between are one strategy, at the price of the cheapest. Each
-device computes one of `n_shares` equal shares of the work; `idle_s` is work of processors without a tile:
+device computes one of `n_shares` equal shares of the work; `further_s` depends on the candidate, such as work of
+processors without a tile:
 
-seconds = (shared_s + idle_s) / n_shares + fixed_s      -> work.py
+seconds = (shared_s + further_s) / n_shares + fixed_s      -> work.py
         + collectives                                   -> _bill_s
 """
 
@@ -25,7 +26,7 @@ from minialpa.intra.strategies.candidates import Bill, Candidates, Specs
 from minialpa.intra.strategies.combining import Sharing
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.intra.strategies.rotation import rotation_of
-from minialpa.intra.strategies.work import idle_s, without_kernel_s, work_of
+from minialpa.intra.strategies.work import idle_s, not_shared_s, without_kernel_s, work_of
 from minialpa.ir.equations import aval_of, bytes_of, shape_of
 from minialpa.rules.expensive import has_contraction
 from minialpa.rules.factors import Factors
@@ -95,7 +96,11 @@ def priced(
     gather_s: seconds of a reduction that needs an all-gather, if all-gathers are forbidden.
     """
     work = work_of(eqn, factors, mesh)
-    further_s = idle_s(eqn, mesh, candidates) + without_kernel_s(eqn, factors, mesh, candidates)
+    further_s = (
+        idle_s(eqn, mesh, candidates)
+        + without_kernel_s(eqn, factors, mesh, candidates)
+        + not_shared_s(eqn, factors, mesh, candidates)
+    )
     compute = (work.shared_s + further_s) / candidates.n_shares + work.fixed_s
 
     bills = np.array([_bill_s(eqn, bill, mesh, sharing) for bill in candidates.bills], np.float64)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import Spec
 from minialpa.tracing.flattening import flat_body
+
+_GROUPED = ("minialpa_grouped_product", "minialpa_grouped_sum")
 
 
 class Work(NamedTuple):
@@ -64,8 +66,9 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
     if is_attention(eqn) and device.kernels is not None and not has_kernel(eqn):
         return Work(blockwise_s(eqn, factors, device), device.launch_s)
-    if eqn.primitive.name in ("minialpa_grouped_product", "minialpa_grouped_sum"):
-        return Work(_grouped_s(eqn, factors, device), device.launch_s)
+    if eqn.primitive.name in _GROUPED:
+        shapes = [shape_of(atom) for atom in (*eqn.invars[:2], *eqn.outvars)]
+        return Work(_grouped_s(eqn, device, shapes, factors.flops), device.launch_s)
     if moves_memory(eqn):
         return Work(sum(map(bytes_of, eqn.outvars)) / device.host_bandwidth, 0.0)
     # XLA updates an array in place: only the update is written.
@@ -190,26 +193,57 @@ def without_kernel_s(
 # ---- grouped products -----------------------------------------------------------------------------------------------
 
 
-def _grouped_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
-    """Of the loop over tiles of rows (`minialpa.grouped`): products, and copies of what they read and write.
+def _grouped_s(eqn: JaxprEqn, device: DeviceSpec, shapes: Sequence[Sequence[int]], flops: float) -> float:
+    """Of the loop over tiles of rows (`minialpa.grouped`): products, and copies.
 
-    A tile of `lhs` is cut out. A product writes its tile into a result of zeros, where it keeps rows of other groups; a
-    sum adds to a float32 matrix.
+    shapes: of `lhs`, `rhs` and the result on a device.
+
+    A tile of `lhs` is cut out. A product cuts out the matrix of each group, and writes its tiles into a result of
+    zeros, where it keeps rows of other groups. A sum adds to a float32 matrix, which starts with zeros.
     """
-    lhs, rhs, bounds = map(shape_of, eqn.invars[:3])
-    lhs_bytes, rhs_bytes, out_bytes = map(bytes_of, (*eqn.invars[:2], *eqn.outvars))
-    n_tiles = lhs[0] * lhs[1] * bounds[2] * tiles_of_group(lhs[2], eqn.params["n_rows"], eqn.params["n_groups"])
-    if eqn.primitive.name == "minialpa_grouped_product":
-        # Each tile reads a matrix.
-        read_bytes = lhs_bytes + out_bytes + n_tiles * rhs_bytes / (rhs[0] * rhs[1])
-        copied_bytes = 2 * lhs_bytes + 2 * rhs_bytes + 4 * out_bytes
-    else:
-        sum_bytes = lhs[3] * rhs[3] * _SCORE_BYTES
+    lhs, rhs, out = shapes
+    sizes = [bytes_of(atom) / math.prod(shape_of(atom)) for atom in (*eqn.invars[:2], *eqn.outvars)]
+    lhs_bytes, rhs_bytes, out_bytes = (math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
+    is_sum = eqn.primitive.name == "minialpa_grouped_sum"
+    n_groups, *matrix = (out if is_sum else rhs)[1:]
+    n_tiles = lhs[0] * lhs[1] * n_groups * tiles_of_group(lhs[2], eqn.params["n_rows"], eqn.params["n_groups"])
+    if is_sum:
+        sum_bytes = math.prod(matrix) * _SCORE_BYTES
         read_bytes = lhs_bytes + rhs_bytes + 2 * n_tiles * sum_bytes
-        copied_bytes = 2 * lhs_bytes + 2 * rhs_bytes + 2 * lhs[0] * bounds[2] * sum_bytes + out_bytes
+        copied_bytes = 2 * lhs_bytes + 2 * rhs_bytes + 2 * lhs[0] * n_groups * sum_bytes + out_bytes
+    else:
+        # Each tile reads a matrix.
+        read_bytes = lhs_bytes + out_bytes + n_tiles * math.prod(matrix) * sizes[1]
+        copied_bytes = 2 * lhs_bytes + 2 * rhs_bytes + 4 * out_bytes
 
-    products_s = device.product_s(factors.flops, read_bytes, _rate_of(eqn)) + n_tiles * device.launch_s
+    products_s = device.product_s(flops, read_bytes, _rate_of(eqn)) + n_tiles * device.launch_s
     return products_s + copied_bytes / device.memory_bandwidth
+
+
+def not_shared_s(
+    eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, candidates: Candidates
+) -> NDArray[np.float64] | float:
+    """For each candidate of a grouped product, the seconds beyond an equal share, times the shares.
+
+    Devices that share features have the same tiles; devices that share rows copy the same matrices.
+    """
+    if mesh.device is None or eqn.primitive.name not in _GROUPED:
+        return 0.0
+    specs = list(zip(candidates.operands[0], candidates.operands[1], strict=True))
+    if candidates.has_choice:
+        made = [candidates.made[0][number] for number in candidates.first]
+    else:
+        made = list(candidates.made[0])
+    n_shares = candidates.n_shares[candidates.first]
+    shapes = [shape_of(atom) for atom in (*eqn.invars[:2], *eqn.outvars)]
+
+    whole_s = _grouped_s(eqn, mesh.device, shapes, factors.flops)
+    seconds = np.zeros(len(candidates.n_shares))
+    for i, ((lhs, rhs), out) in enumerate(zip(specs, made, strict=True)):
+        local = [spec.shard_shape(shape, mesh.shape) for spec, shape in zip((lhs, rhs, out), shapes, strict=True)]
+        local_s = _grouped_s(eqn, mesh.device, local, factors.flops / n_shares[i])
+        seconds[candidates.first[i]] = n_shares[i] * local_s - whole_s
+    return seconds
 
 
 # ---- idle processors ------------------------------------------------------------------------------------------------
