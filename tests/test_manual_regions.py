@@ -252,12 +252,16 @@ METHODS = {
 }
 
 
+MOVES = pytest.mark.filterwarnings("ignore:Each call moves its results:UserWarning")
+
+
 def arguments() -> tuple[Any, Any]:
     keys = jax.random.split(jax.random.key(0), 5)
     w = {name: 0.3 * jax.random.normal(key, (16, 16)) for name, key in zip("qkv", keys, strict=False)}
     return {**w, "e": 0.3 * jax.random.normal(keys[3], (8, 16, 16))}, jax.random.normal(keys[4], (64, 16))
 
 
+@MOVES
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_with_regions_train_as_under_jit(name: str, method: str) -> None:
@@ -269,7 +273,7 @@ def test_steps_with_regions_train_as_under_jit(name: str, method: str) -> None:
     assert_allclose(actual, expected, rtol=2e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:Each call moves its results:UserWarning")
+@MOVES
 @pytest.mark.parametrize("method", METHODS)
 def test_the_authors_pmapped_evaluation_takes_the_results_of_a_pmapped_step(method: str) -> None:
     def loss_of(w: Any, x: Any) -> Any:
@@ -287,6 +291,56 @@ def test_the_authors_pmapped_evaluation_takes_the_results_of_a_pmapped_step(meth
     assert_allclose((new, evaluate(new, x)), (expected, evaluate(expected, x)), rtol=1e-5)
     assert new.sharding == expected.sharding and loss.shape == (8,)
     assert_allclose(mapped(new, x)[0], jax.pmap(step, axis_name="batch")(expected, x)[0], rtol=1e-5)
+
+
+@MOVES
+@pytest.mark.parametrize("method", METHODS)
+def test_the_authors_pmapped_evaluation_takes_a_state_updated_outside_the_pmapped_gradients(method: str) -> None:
+    def loss_of(w: Any, x: Any) -> Any:
+        return lax.pmean(jnp.mean((jnp.tanh(x @ w) @ w) ** 2), "batch")
+
+    gradients = jax.pmap(minialpa.value_and_grad(loss_of), axis_name="batch")
+
+    def step(state: Any, x: Any) -> Any:
+        (w, average), (loss, gradient) = state, gradients(state[0], x)
+        return (w - 0.1 * gradient, 0.9 * average + 0.1 * w), loss
+
+    evaluate = jax.pmap(loss_of, axis_name="batch")
+    w, x = np.ones((8, 4, 4), np.float32) / 4, np.ones((8, 2, 4), np.float32)
+    mapped, state, expected = minialpa.parallelize(step, method=METHODS[method], batch_argnums=1), (w, w), (w, w)
+    for _ in range(2):
+        state, expected = mapped(state, x)[0], step(expected, x)[0]
+    found = [evaluate(w, x) for w in state]
+    assert_allclose((state, found), (expected, [evaluate(w, x) for w in expected]), rtol=1e-5)
+
+
+@MOVES
+@pytest.mark.parametrize("method", [*METHODS, None])
+@pytest.mark.parametrize("shape", [(8, 1), (4, 2)])
+def test_the_authors_shard_map_takes_the_results_of_a_step_that_began_with_numpy(
+    shape: tuple[int, int], method: str | None
+) -> None:
+    backwards = jax.sharding.Mesh(np.array(jax.devices()[::-1]).reshape(shape), XY)
+    mesh = backwards if shape == (8, 1) else jax.make_mesh(shape, XY, axis_types=(AxisType.Auto,) * 2)
+    specs = {"q": P(None, "y"), "k": P("y")}
+
+    def loss_of(w: Any, x: Any) -> Any:
+        return jnp.mean(lax.psum(jnp.tanh(x @ w["q"]) @ w["k"], "y") ** 2)
+
+    def local(w: Any, x: Any) -> Any:
+        loss, gradient = minialpa.value_and_grad(loss_of)(w, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * lax.pmean(g, "x"), w, gradient), lax.pmean(loss, "x")
+
+    options = {"mesh": mesh, "in_specs": (specs, P("x")), "check_vma": False}
+    step = jax.jit(jax.shard_map(local, out_specs=(specs, P()), **options))
+    evaluate = jax.jit(jax.shard_map(lambda w, x: lax.pmean(loss_of(w, x), "x"), out_specs=P(), **options))
+    w, x = jax.tree.map(np.asarray, ({name: arguments()[0][name] for name in "qk"}, arguments()[1]))
+    mapped = minialpa.parallelize(step, method=METHODS[method] if method else None, batch_argnums=1)
+    actual, expected = (w, None), (w, None)
+    for _ in range(2):
+        actual, expected = mapped(actual[0], x), step(expected[0], x)
+        found = evaluate(actual[0], x), evaluate(expected[0], x)
+        assert_allclose((actual, found[0]), (expected, found[1]), rtol=2e-4, atol=1e-6)
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

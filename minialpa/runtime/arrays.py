@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from minialpa.arrays import RemoteArray, prefetch
 from minialpa.programs.mesh_program import ArrayType
@@ -260,3 +260,10 @@ def _is_in_host(array: Any) -> bool:
 def _is_weak(array: Any) -> bool:
     """Arrays of typed keys have no attribute `weak_type`."""
     return bool(getattr(array, "weak_type", False))
+
+
+def device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
+    """The devices in the order of the mesh, which is the same for all arrays of a program of jax."""
+    mesh: Any = getattr(sharding, "mesh", None)
+    devices: Any = sharding.device_set
+    return tuple(mesh.devices.flat if isinstance(mesh, Mesh) else sorted(devices, key=lambda device: device.id))

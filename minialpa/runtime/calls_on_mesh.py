@@ -6,25 +6,21 @@ shards only changes the sharding object.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.arrays import RemoteArray
-from minialpa.runtime.arrays import BlockedArray
+from minialpa.runtime.arrays import BlockedArray, device_order
 from minialpa.runtime.runner import BlockedCalls, Runner
-
-
-class UsersSharding(NamedTuple):
-    """is_exact: also for a result that the program leaves in other shards on the same devices."""
-
-    sharding: NamedSharding
-    is_exact: bool
+from minialpa.sharding import axes_in
+from minialpa.tracing.user_meshes import UsersSharding
 
 
 class CallsOnMesh:
@@ -84,6 +80,26 @@ class CallsOnMesh:
 
 def _target_of(array: jax.Array, sharding: NamedSharding, is_exact: bool) -> NamedSharding | None:
     """The sharding of the user's mesh, in the memory of the array; None if the array stays."""
-    if array.sharding.device_set == sharding.device_set and not is_exact:
+    spec: PartitionSpec | None = sharding.spec
+    if not is_exact and device_order(array.sharding) == device_order(sharding):
+        spec = _on_finer_mesh(array.sharding, sharding.mesh)
+    return None if spec is None else NamedSharding(sharding.mesh, spec, memory_kind=array.sharding.memory_kind)
+
+
+def _on_finer_mesh(planned: Any, mesh: Any) -> PartitionSpec | None:
+    """The same shards on a mesh of the same devices that splits axes of the plan; None for other meshes.
+
+    A program of jax has the mesh of its first argument, and fails if it makes shards that this mesh lacks.
+    """
+    if not isinstance(planned, NamedSharding):
         return None
-    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=array.sharding.memory_kind)
+    axes: dict[str, tuple[str, ...]] = {}
+    lengths = list(mesh.shape.items())
+    for name, length in planned.mesh.shape.items():
+        n_taken = next(n for n in range(len(lengths) + 1) if math.prod(size for _, size in lengths[:n]) >= length)
+        if math.prod(size for _, size in lengths[:n_taken]) != length:
+            return None
+        axes[name], lengths = tuple(axis for axis, _ in lengths[:n_taken]), lengths[n_taken:]
+    if all(len(taken) == 1 for taken in axes.values()):
+        return None
+    return PartitionSpec(*(tuple(axis for name in axes_in([entry]) for axis in axes[name]) for entry in planned.spec))

@@ -17,7 +17,7 @@ from minialpa.plan import PlacedValue, PlacementSpec, Plan
 from minialpa.programs.mesh_program import KEY_NAMES
 from minialpa.programs.program import MeshShape, Program
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget, dtype_named
-from minialpa.runtime.calls_on_mesh import CallsOnMesh, UsersSharding
+from minialpa.runtime.calls_on_mesh import CallsOnMesh
 from minialpa.runtime.debug_files import DebugParts, debug_files
 from minialpa.runtime.ref_calls import RefCalls
 from minialpa.runtime.runner import BlockedCalls, Runner
@@ -27,6 +27,7 @@ from minialpa.support.files import write_text
 from minialpa.support.private_jax import api_boundaries, value_of_ref
 from minialpa.tracing.host_memory import memory_kind_of
 from minialpa.tracing.refs import NO_REFS, StepRefs
+from minialpa.tracing.user_meshes import UsersSharding
 
 
 @api_boundaries

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from minialpa.arrays import RemoteArray, own_copy
 from minialpa.programs.mesh_program import overwritten_rows
 from minialpa.programs.program import InputSlot, Program, Run, reads
-from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
+from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows, device_order
 from minialpa.runtime.steps.compiled import paced
 from minialpa.sharding import is_host_array, placed
 from minialpa.support.private_jax import NO_MESH, ArrayImpl, addresses_of, under_mesh
@@ -173,16 +173,15 @@ class RowCutter:
     def __init__(self, places: Sequence[tuple[MicroRows, NamedSharding]]) -> None:
         self._is_cut = [rows is not None for rows, _ in places]
         cut = [(rows, sharding) for rows, sharding in places if rows is not None]
-        self._devices = {frozenset(sharding.device_set) for _, sharding in cut}
+        self._devices = {device_order(sharding) for _, sharding in cut}
         self._cut_anywhere = jax.jit(functools.partial(_slices_of_rows, [rows for rows, _ in cut]))
         self._cut_in_shardings = jax.jit(self._cut_anywhere, out_shardings=[sharding for _, sharding in cut])
 
     def __call__(self, array: jax.Array) -> list[Any]:
-        """For each input, its rows, in the input's sharding if the array is on the same devices."""
-        devices = array.sharding.device_set
-        cut = self._cut_in_shardings if self._devices == {frozenset(devices)} else self._cut_anywhere
+        """For each input, its rows, in the input's sharding if the array is on the same devices, in their order."""
+        cut = self._cut_in_shardings if self._devices == {device_order(array.sharding)} else self._cut_anywhere
         with under_mesh(NO_MESH):
-            rows = iter(paced(cut, devices)(array))
+            rows = iter(paced(cut, array.sharding.device_set)(array))
         return [next(rows) if is_cut else array for is_cut in self._is_cut]
 
 

@@ -50,7 +50,7 @@ from minialpa.support.private_jax import (
     with_source_of,
 )
 from minialpa.tracing.host_memory import move_of, refuse_work_on_host
-from minialpa.tracing.manual_regions import REGION, shardings_of_pmaps, whole_program
+from minialpa.tracing.manual_regions import REGION, Border, border_of, whole_program
 from minialpa.tracing.ragged_products import grouped_product
 from minialpa.tracing.refs import StepRefs, on_values, without_unchanged
 from minialpa.tracing.user_meshes import is_on_explicit_axes, without_meshes
@@ -79,19 +79,16 @@ def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any]:
     Copies captured NumPy arrays, which may change later. Raises TraceError if `fun` uses host memory, is already a
     program for several devices, or reads a value of another trace.
     """
-    flat, out_shape, refs = trace_with_refs(fun, *args)
+    flat, out_shape, refs, _ = trace_with_refs(fun, *args)
     if refs:
         raise TraceError("A function with a sharding rule reads a Ref. Pass `ref[...]` to it instead.")
     return flat, out_shape
 
 
-def trace_with_refs(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any, StepRefs]:
-    """`trace_flat` of a function that may read and write Refs, as a program on their values.
-
-    Types of results that a `pmap` makes have its sharding.
-    """
+def trace_with_refs(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any, StepRefs, Border]:
+    """`trace_flat` of a function that may read and write Refs, as a program on their values."""
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-    out_shape = _with_shardings_of_pmaps(closed, out_shape)
+    border = border_of(closed.jaxpr)
     closed, refs = on_values(closed, len(args))
     for value in closed.consts:
         _refuse_traced_value(value)
@@ -100,17 +97,7 @@ def trace_with_refs(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any, St
     with under_mesh(NO_MESH):  # also for equations that replace others
         flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     flat, refs = without_unchanged(replace(flat, consts=_own_constants(flat.consts)), refs)
-    return flat, out_shape, refs
-
-
-def _with_shardings_of_pmaps(closed: ClosedJaxpr, out_shape: Any) -> Any:
-    made = shardings_of_pmaps(closed.jaxpr)
-    if not made:
-        return out_shape
-    leaves, tree = jax.tree.flatten(out_shape)
-    named = [None if is_literal(v) else made.get(v) for v in closed.jaxpr.outvars]
-    pairs = zip(leaves, named, strict=True)
-    return jax.tree.unflatten(tree, [leaf if one is None else leaf.update(sharding=one) for leaf, one in pairs])
+    return flat, out_shape, refs, border
 
 
 def _refuse_traced_value(value: Any) -> None:
@@ -208,7 +195,7 @@ class _Flattener:
                 eqn = with_some_line(eqn, caller)
             if eqn.primitive.name in self.calls:
                 self._inline(eqn, env, inner_scope)
-            elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
+            elif _is_over_dimensions(eqn):
                 self._replace(eqn, env, scope, _as_reduction(eqn))
             elif eqn.primitive.name == REGION and (self.writes_out or not is_on_explicit_axes(eqn)):
                 self._inline_region(eqn, env, inner_scope)
@@ -291,6 +278,11 @@ class _Flattener:
         return [atom if is_literal(atom) else next(after) for atom in operands]
 
 
+def _is_over_dimensions(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a collective over axes of `vmap`, which are dimensions."""
+    return eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"])
+
+
 def _as_reduction(eqn: JaxprEqn) -> ClosedJaxpr:
     axes, reduce = eqn.params["axes"], _OVER_AXES[eqn.primitive.name]
     structs = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
@@ -319,7 +311,7 @@ def _compiled_as(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 
 def _is_to_be_written_out(eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether `written_out` or `_only_places` holds for an equation among or inside these."""
+    """Whether flattening replaces an equation among or inside these."""
     for eqn in eqns:
         if is_call(eqn) or is_control_flow(eqn):
             if any(_is_to_be_written_out(inner.eqns) for inner in sub_jaxprs(eqn)):
@@ -327,7 +319,12 @@ def _is_to_be_written_out(eqns: Iterable[JaxprEqn]) -> bool:
         elif moves_memory(eqn):
             if not _moves_like_others(eqn):
                 return True
-        elif eqn.primitive.name == REGION or _only_places(eqn) or _compiled_as(eqn) is not None:
+        elif (
+            eqn.primitive.name == REGION
+            or _is_over_dimensions(eqn)
+            or _only_places(eqn)
+            or _compiled_as(eqn) is not None
+        ):
             return True
     return False
 

@@ -8,9 +8,9 @@ as any others, so the plan's mesh may have another shape than the user's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from minialpa.errors import TraceError
 from minialpa.ir.equations import (
     Atom,
+    all_equations,
     aval_of,
     called,
     is_call,
@@ -36,13 +37,14 @@ from minialpa.support.private_jax import (
     batched_program,
     in_context_of,
     is_pmap,
+    name_stack,
     rebind,
     under_mesh,
     with_constants_as_arguments,
 )
 from minialpa.tracing.collectives import COLLECTIVES, along_axis, on_each
 from minialpa.tracing.divergence import collective_axes, same_along, summed_over, with_sums_after
-from minialpa.tracing.user_meshes import auto_mesh, without_meshes, without_meshes_inside
+from minialpa.tracing.user_meshes import UsersSharding, auto_mesh, without_meshes, without_meshes_inside
 
 REGION = "shard_map"
 _REMATS = ("remat2", "checkpoint")
@@ -98,21 +100,6 @@ def _on_all_devices(
     return program, in_front
 
 
-def shardings_of_pmaps(jaxpr: Jaxpr) -> dict[Var, NamedSharding]:
-    """The results of `jax.pmap`, with the shardings that another `pmap` requires of them."""
-    found: dict[Var, NamedSharding] = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == REGION and isinstance(eqn.params["mesh"], Mesh) and is_pmap(eqn):
-            specs = zip(eqn.outvars, eqn.params["out_specs"], strict=True)
-            found.update((var, NamedSharding(eqn.params["mesh"], spec)) for var, spec in specs)
-        elif is_call(eqn):
-            body, _ = called(eqn)
-            inside = shardings_of_pmaps(getattr(body, "jaxpr", body))
-            pairs = zip(eqn.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
-            found.update((var, inside[made]) for var, made in pairs if not is_literal(made) and made in inside)
-    return found
-
-
 def _type(atom: Atom) -> Any:
     return type_of(aval_of(atom))
 
@@ -155,6 +142,55 @@ def _joined(array: Any, spec: list[tuple[str, ...]], axes: list[str], sizes: Map
         order += [*map(axes.index, entry), len(axes) + dim]
         shape.append(math.prod(sizes[axis] for axis in entry) * array.shape[len(axes) + dim])
     return jnp.reshape(jnp.transpose(array, order), shape)
+
+
+# ---- the border of the step ------------------------------------------------------------------------------------------
+
+
+class Border(NamedTuple):
+    """Shardings in which a `shard_map` or `pmap` reads arguments of the step, or makes results.
+
+    of_pmap: the mesh of the first `pmap`, also in gradients and loops.
+    """
+
+    arguments: tuple[UsersSharding | None, ...]
+    results: tuple[UsersSharding | None, ...]
+    of_pmap: Mesh | None
+
+
+def border_of(jaxpr: Jaxpr) -> Border:
+    regions = (eqn for eqn in all_equations(jaxpr) if eqn.primitive.name == REGION and is_pmap(eqn))
+    of_pmap = next((eqn.params["mesh"] for eqn in regions if isinstance(eqn.params["mesh"], Mesh)), None)
+    known = _by_regions(jaxpr, only_pmaps=False)
+    results = [None if is_literal(atom) else known.get(atom) for atom in jaxpr.outvars]
+    return Border(tuple(map(known.get, jaxpr.invars)), tuple(results), of_pmap)
+
+
+def _by_regions(jaxpr: Jaxpr, only_pmaps: bool) -> dict[Var, UsersSharding]:
+    """Operands and results of regions. only_pmaps: inside a gradient, `shard_map` has the arrays of one layer."""
+    found: dict[Var, UsersSharding] = {}
+    for eqn in jaxpr.eqns:
+        for atom, sharding in _at_ends(eqn, only_pmaps or "jvp(" in name_stack(eqn)):
+            if not is_literal(atom):
+                found.setdefault(atom, sharding)
+    return found
+
+
+def _at_ends(eqn: JaxprEqn, only_pmaps: bool) -> Iterator[tuple[Atom, UsersSharding]]:
+    """Results and operands of a region, also of a region in a call. A `pmap` refuses other shardings."""
+    if eqn.primitive.name == REGION:
+        mesh, is_exact = eqn.params["mesh"], is_pmap(eqn)
+        if isinstance(mesh, Mesh) and (is_exact or not only_pmaps):
+            atoms, specs = [*eqn.outvars, *eqn.invars], [*eqn.params["out_specs"], *eqn.params["in_specs"]]
+            for atom, spec in zip(atoms, specs, strict=True):
+                yield atom, UsersSharding(NamedSharding(mesh, spec), is_exact)
+    elif is_call(eqn):
+        program, operands = called(eqn)
+        body = getattr(program, "jaxpr", program)
+        inside = _by_regions(body, only_pmaps)
+        for atom, var in zip([*eqn.outvars, *operands], [*body.outvars, *body.invars], strict=True):
+            if not is_literal(var) and var in inside:
+                yield atom, inside[var]
 
 
 # ---- the program of one device ---------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
 from minialpa.tracing.flags import with_flags_as_tests
 from minialpa.tracing.flattening import trace_with_refs
 from minialpa.tracing.gradients import tracing_step
+from minialpa.tracing.manual_regions import Border
 from minialpa.tracing.origins import with_origins, without_marks
 from minialpa.tracing.refs import NO_REFS, StepRefs, captured_path, check_distinct, in_batch, is_ref_leaf, ref_type
 from minialpa.tracing.replacements import StepValues, find_aliases, find_layouts
@@ -66,12 +67,12 @@ class TracedStep:
         gradients: the gradients that `value_and_grad` marked, as variables of `flat`.
         n_boundaries: number of pipeline boundaries.
         out_tree: pytree of the results.
+        border: the shardings of a `shard_map` or `pmap` around the step.
         in_parts: for each invar, its argument leaf or rows of it; empty if invars are whole leaves.
         out_parts: the same for outvars and result leaves.
         in_tree: pytree of the arguments, as a tuple without the static ones; None if unknown.
         no_batch: why no batch was recognised; None if there is one, or if the user named the batch arguments.
-        out_shardings: for each leaf of `out_tree`, the sharding of its type on Explicit axes of the user, or of the
-            `pmap` that makes it, or None.
+        out_shardings: for each leaf of `out_tree`, the sharding of its type on Explicit axes of the user, or None.
         refs: Refs among and beside the arguments. Their new values are results after the leaves of `out_tree`.
     """
 
@@ -85,6 +86,7 @@ class TracedStep:
     gradients: tuple[Var, ...]
     n_boundaries: int
     out_tree: Any
+    border: Border
     in_parts: tuple[LeafPart, ...] = ()
     out_parts: tuple[LeafPart, ...] = ()
     in_tree: PyTreeDef | None = None
@@ -160,7 +162,7 @@ def trace_step(
         with tracing_step():
             pairs = zip(leaves, types, strict=True)
             args = [ref_type(found) if is_ref_leaf(leaf) else found for leaf, found in pairs]
-            flat, results, refs = trace_with_refs(fun, *args)
+            flat, results, refs, border = trace_with_refs(fun, *args)
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
@@ -208,7 +210,8 @@ def trace_step(
         n_boundaries=max([program.n_boundaries, *(op.origin.layer for op in flat.ops)]),
         out_tree=jax.tree.structure(results),
         in_tree=in_tree,
-        out_shardings=tuple(explicit_sharding(one) or one.sharding for one in jax.tree.leaves(results)),
+        out_shardings=tuple(map(explicit_sharding, jax.tree.leaves(results))),
+        border=border,
         refs=refs,
     )
 

@@ -7,7 +7,7 @@ user writes them: `jax.lax.with_sharding_constraint` and, on Explicit axes, `jax
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,13 @@ from minialpa.arrays import RemoteArray
 from minialpa.ir.equations import Atom, is_constraint, is_literal, shape_of, sub_jaxprs
 from minialpa.ir.op import is_transposed
 from minialpa.support.private_jax import NO_MESH, mesh_of, name_stack, under_mesh, with_no_mesh, with_source_of
+
+
+class UsersSharding(NamedTuple):
+    """is_exact: later lines refuse other shardings, also on the same devices."""
+
+    sharding: NamedSharding
+    is_exact: bool
 
 
 def explicit_sharding(array_or_type: Any) -> NamedSharding | None:
