@@ -13,7 +13,7 @@ group. Positions of rows are an operand: a device with a part of the rows, or of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from minialpa.support.private_jax import define_function, new_aval
+from minialpa.support.private_jax import define_batching, define_bilinear, define_function, new_aval
 
 #: Operands: lhs [b x m k], rhs [b g k n], or [b g n k] if `summed` is 3, starts and ends [b x g], and consecutive
 #: positions [m]; the last three are int32.
@@ -146,6 +146,63 @@ def _sum_aval(lhs: Any, rhs: Any, starts: Any, *others: Any, dtype: str, **_: An
     return [new_aval(shape, np.dtype(dtype), (lhs, rhs, starts, *others))]
 
 
+def _batched(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
+    """The batching rule: new blocks, if they share the matrices of a product; otherwise new batches."""
+    *arrays, positions = operands
+    n = next(x.shape[dim] for x, dim in zip(arrays, dims, strict=False) if dim is not None)
+    shares_matrices = primitive is grouped_product_p and dims[1] is None
+    at = int(shares_matrices)
+
+    def merged(x: Any, dim: int | None) -> Any:
+        x = jnp.moveaxis(x, dim, at) if dim is not None else jnp.broadcast_to(jnp.expand_dims(x, at), _with(x, n, at))
+        return x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
+
+    merged_arrays = [
+        x if shares_matrices and i == 1 else merged(x, dim)
+        for i, (x, dim) in enumerate(zip(arrays, dims, strict=False))
+    ]
+    (out,) = primitive.bind(*merged_arrays, positions, **params)
+    return [out.reshape(*out.shape[:at], n, -1, *out.shape[at + 1 :])], [at]
+
+
+def _sum_like(array: Any, left: Any, right: Any, *bounds: Any, summed: int, dtype: str, **params: Any) -> Any:
+    """The cotangent of the matrices `array`, which has their order and dtype."""
+    del dtype
+    rows = (left, right) if summed == 2 else (right, left)
+    return grouped_sum_p.bind(*rows, *bounds, dtype=_dtype(array), **params)[0]
+
+
+def _product_like(array: Any, rows: Any, matrices: Any, *bounds: Any, summed: int, **params: Any) -> Any:
+    """The cotangent of the rows `array`, of its dtype."""
+    return grouped_product_p.bind(rows, matrices, *bounds, summed=summed, **{**params, "dtype": _dtype(array)})[0]
+
+
+def _dtype(undefined: Any) -> str:
+    return str(undefined.aval.dtype)
+
+
+define_bilinear(
+    grouped_product_p,
+    (
+        lambda out_bar, lhs, rhs, *bounds, summed, **params: _product_like(
+            lhs, out_bar, rhs, *bounds, summed=5 - summed, **params
+        ),
+        lambda out_bar, lhs, rhs, *bounds, **params: _sum_like(rhs, lhs, out_bar, *bounds, **params),
+    ),
+)
+define_bilinear(
+    grouped_sum_p,
+    (
+        lambda out_bar, lhs, rhs, *bounds, **params: _product_like(lhs, rhs, out_bar, *bounds, summed=3, **params),
+        lambda out_bar, lhs, rhs, *bounds, **params: _product_like(rhs, lhs, out_bar, *bounds, summed=2, **params),
+    ),
+)
+
+
+def _with(x: Any, n: int, at: int) -> tuple[int, ...]:
+    return (*x.shape[:at], n, *x.shape[at:])
+
+
 for primitive, aval, fun in (
     (grouped_product_p, _product_aval, product),
     (grouped_sum_p, _sum_aval, sum_of_products),
@@ -154,3 +211,4 @@ for primitive, aval, fun in (
     primitive.def_abstract_eval(aval)
     primitive.def_impl(fun)
     define_function(primitive, fun)
+    define_batching(primitive, functools.partial(_batched, primitive))

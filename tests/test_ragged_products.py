@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax import lax
 
 import minialpa
 from minialpa import ShardParallel
+from minialpa.grouped import grouped_product_p
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.registered import jaxpr_flops
 from minialpa.tracing.flattening import trace_flat
@@ -145,6 +147,69 @@ def test_parts_of_every_factor_make_the_whole(data: st.DataObject) -> None:
     ]
     assert len(found) == 2
     check_all(found)
+
+
+def _grouped(lhs: Any, rhs: Any, summed: int = 2) -> Any:
+    """Rows [m k] with matrices [g k n], or [g n k]: two rows of group 0, four of group 2."""
+    bounds = [np.array(ends, np.int32)[None, None] for ends in ([0, 2, 2], [2, 2, 6])]
+    whole = {"n_rows": M, "n_groups": G, "precision": None, "dtype": "float32"}
+    positions = np.arange(M, dtype=np.int32)
+    return grouped_product_p.bind(lhs[None, None], rhs[None], *bounds, positions, summed=summed, **whole)[0][0, 0]
+
+
+def _dense(lhs: Any, rhs: Any, summed: int = 2) -> Any:
+    return jnp.einsum("mk,mkn->mn" if summed == 2 else "mk,mnk->mn", lhs, rhs[np.array([0, 0, 2, 2, 2, 2])])
+
+
+@pytest.mark.parametrize("summed", [2, 3])
+@pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0)])
+def test_derivatives_and_batches_are_those_of_the_written_product(summed: int, axes: tuple[int | None, ...]) -> None:
+    matrices = W if summed == 2 else W.swapaxes(1, 2)
+    given = [x if axis is None else np.stack([x, 2 * x, -x], axis) for x, axis in zip((X, matrices), axes, strict=True)]
+
+    def batched(fun: Any) -> Any:
+        def loss(*arrays: Any) -> Any:
+            return jnp.sum(jnp.sin(jax.vmap(functools.partial(fun, summed=summed), in_axes=axes)(*arrays)))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*given)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), batched(_grouped), batched(_dense)
+    )
+
+    def curvature(fun: Any) -> Any:
+        directional = jax.grad(lambda x, w: jax.jvp(lambda x: jnp.sum(fun(x, w, summed) ** 2), (x,), (x,))[1], (0, 1))
+        return directional(X, matrices)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), curvature(_grouped), curvature(_dense)
+    )
+
+
+@pytest.mark.parametrize("n_micro_batches", [1, 2])
+def test_ragged_products_in_a_region_train_as_under_jit(n_micro_batches: int) -> None:
+    """Each device sorts its own rows, and has some of the experts' weights."""
+    mesh = jax.make_mesh((8,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, weights, chosen = floats((32, K), 0), floats((16, K, N), 1), np.arange(32, dtype=np.int32) * 5 % 16
+
+    def region(x: Any, w: Any, chosen: Any) -> Any:
+        order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=16)
+        return lax.ragged_dot(x[order], lax.all_gather(w, "device", tiled=True), sizes)[jnp.argsort(order)]
+
+    spec = jax.P("device")
+    experts = jax.shard_map(region, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+
+    def loss(w: Any, batch: Any) -> Any:
+        return jnp.mean(experts(batch[0], w, batch[1]) ** 2)
+
+    method = ShardParallel(num_micro_batches=n_micro_batches)
+    step = minialpa.parallelize(descent_step(loss, minialpa.value_and_grad), method=method, donate_argnums=())
+    expected = jax.jit(descent_step(loss, jax.value_and_grad))(weights, (rows, chosen))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6),
+        step(weights, (rows, chosen)),
+        expected,
+    )
 
 
 def test_arithmetic_is_of_the_routed_rows_and_half_a_tile_for_each_group() -> None:

@@ -438,6 +438,33 @@ def define_linear(primitive: Primitive, transpose: Rule) -> None:
     ad.deflinear2(primitive, transpose)
 
 
+def define_bilinear(primitive: Primitive, transposes: tuple[Rule, Rule]) -> None:
+    """Define the derivatives of a primitive with one result that is linear in each of its first two operands.
+
+    transposes: (cotangent, *operands, **params) -> cotangent of the first operand, and of the second.
+    """
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        out = primitive.bind(*primals, **params)
+        terms = [
+            primitive.bind(*primals[:i], tangent, *primals[i + 1 :], **params)[0]
+            for i, tangent in enumerate(tangents[:2])
+            if type(tangent) is not ad.Zero
+        ]
+        tangent = functools.reduce(jax.numpy.add, terms) if terms else ad.Zero(out[0].aval.to_tangent_aval())
+        return out, [tangent]
+
+    def transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+        found = [None] * len(operands)
+        for i, rule in enumerate(transposes):
+            if ad.is_undefined_primal(operands[i]) and type(cotangents[0]) is not ad.Zero:
+                found[i] = rule(cotangents[0], *operands, **params)
+        return found
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+
+
 def define_batching(primitive: Primitive, rule: Rule) -> None:
     """rule(operands, their batch dimensions, **params) -> (results, their batch dimensions)."""
     batching.primitive_batchers[primitive] = rule

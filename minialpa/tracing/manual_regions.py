@@ -44,6 +44,7 @@ from minialpa.support.private_jax import (
 )
 from minialpa.tracing.collectives import COLLECTIVES, along_axis, on_each
 from minialpa.tracing.divergence import collective_axes, same_along, summed_over, with_sums_after
+from minialpa.tracing.ragged_products import grouped_product
 from minialpa.tracing.user_meshes import UsersSharding, auto_mesh, without_meshes, without_meshes_inside
 
 REGION = "shard_map"
@@ -227,6 +228,8 @@ def _results(mesh: AbstractMesh, eqn: JaxprEqn, operands: list[Any]) -> Sequence
         return [COLLECTIVES[name](partial(along_axis, mesh), x, eqn.params) for x in operands]
     if name in _DRAWS:
         return _drawn(eqn, operands)
+    if name == "ragged_dot_general":  # which jax batches along the first dimension only
+        return grouped_product(*operands, **eqn.params)
     if name == REGION:
         program = whole_program(eqn)
         return _evaluate(mesh, program.jaxpr, program.consts, *operands)
