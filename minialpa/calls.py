@@ -251,14 +251,16 @@ class Parameters:
         known = (name for name in given_names if name in self._names or not self._takes_any_name)
         named = [self._number_of(option, name) for name in known]
         if isinstance(value, str) and value == "auto":
-            return tuple(named) or "auto"
+            return tuple(dict.fromkeys(named)) or "auto"
 
         given = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, Iterable) else None
         if given is None or not all(isinstance(number, int) for number in given):
             raise TraceError(f'Pass argument numbers, such as `(0,)`, or "auto" as `{option}_argnums`; got {value!r}.')
         for number in given:
             self._check_number(option, number)
-        return tuple(number + len(self._names) if number < 0 else number for number in (*named, *given))
+        # `jax.jit` finds numbers of names and names of numbers, and keeps both.
+        numbers = [number + len(self._names) if number < 0 else number for number in (*named, *given)]
+        return tuple(dict.fromkeys(numbers))
 
     def check_apart(self) -> None:
         """Raise TraceError for an argument that is static and donated."""

@@ -136,6 +136,21 @@ def test_other_shardings_of_types_are_another_program(mesh: Mesh) -> None:
     assert seen == [P("data", None), P("model", None)]
 
 
+def test_a_ref_has_the_type_of_its_array(mesh: Mesh) -> None:
+    def step(x: Any, losses: Any, n: Any) -> Any:
+        losses[n] = jnp.sum(x)
+        return reshard(2 * x, jax.typeof(x).sharding)
+
+    x = jax.device_put(jnp.ones((8, 8)), P("data"))
+    found = []
+    for parallel in (jax.jit(step), minialpa.parallelize(step, method=ShardParallel(), donate_argnums=())):
+        losses = jax.new_ref(jnp.zeros(4))
+        parallel(parallel(x, losses, jnp.int32(0)), losses, jnp.int32(1))
+        found.append((losses[...], jax.typeof(losses[...])))
+    assert found[0][1] == found[1][1]
+    assert_allclose(found[1][0], found[0][0])
+
+
 def test_on_workers_types_and_refs_stay_on_the_users_mesh(mesh: Mesh) -> None:
     def step(params: Any, count: Any, x: Any) -> Any:
         count[...] += 1

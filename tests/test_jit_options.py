@@ -428,6 +428,14 @@ def test_a_jitted_step_donates_what_it_names() -> None:
     assert old.is_deleted() and not kept.is_deleted()
 
 
+def test_an_argument_with_a_donated_name_is_replaced_once() -> None:
+    # `jax.jit` keeps the names and the numbers of these arguments.
+    jitted = jax.jit(lambda old, kept: (old * 2, kept * 2), donate_argnames="old")
+    old, kept = jax.device_put((jnp.ones((8, 8)), jnp.ones((8, 8))), (on("data"), on(None, "model")))
+    results = minialpa.parallelize(jitted, method=ShardParallel(), batch_argnums=())(old, kept)
+    as_pinned(results, (on("data"), on(None, "model")))
+
+
 def test_partials_of_jit_of_partials_bind_as_written() -> None:
     def fun(a: Any, b: Any, kind: str, c: Any, d: Any = 1.0) -> Any:
         return a + b * 2 + c * 3 + d if kind == "sum" else a

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import minialpa
 from minialpa import ClusterSpec, PipeshardParallel, ShardParallel, TraceError, UniformStageOption, Zero3Parallel
+from minialpa.ir.equations import sub_jaxprs
 from minialpa.testing import assert_allclose
 from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flattening import trace_flat
@@ -127,6 +128,7 @@ REGIONS: dict[str, Callable[..., Any]] = {
     "while": region(lambda x: lax.while_loop(lambda c: c.sum() < 20, lambda c: c + jnp.abs(c) + 0.1, x)),
     "while with collectives": region(lambda x: lax.while_loop(lambda c: lax.pmax(c.max(), XY) < 9, lambda c: c + 1, x)),
     "scan": region(scanned),
+    "scan with sums": region(lambda x: lax.scan(lambda c, _: (jnp.sin(c) - lax.pmean(c, "x"), None), x, length=2)[0]),
     "gradient of scan": summed(region(scanned)),
     "custom_vjp": summed(unchecked(doubled_sum, outs=P("y"))),
     "custom_jvp": summed(region(lambda x: jax.nn.relu(x) * lax.pmean(x, XY))),
@@ -146,11 +148,17 @@ REGIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+def primitives(eqns: Any) -> set[str]:
+    """The names of the primitives of equations and of their bodies."""
+    inner = [primitives(body.eqns) for eqn in eqns for body in sub_jaxprs(eqn)]
+    return {eqn.primitive.name for eqn in eqns}.union(*inner)
+
+
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_region_is_a_program_on_whole_arrays(name: str) -> None:
     fun, x = REGIONS[name], square()
     flat, _ = trace_flat(fun, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    kinds = {eqn.primitive.name for eqn in flat.eqns}
+    kinds = primitives(flat.eqns)
     assert kinds.isdisjoint({"shard_map", "along_axis", "psum", "axis_index", "ppermute"})
     expected = jax.tree.leaves(jax.jit(fun)(x))
     actual = jax.jit(lambda x: eval_flat(flat, [x]))(x)

@@ -323,6 +323,8 @@ def test_lower_plans_and_compile_makes_the_program_that_the_next_call_runs() -> 
     executable = lowered.compile()
     assert_allclose(step(*args), two_arrays(*args), rtol=1e-4, atol=1e-5)
     assert step.get_last_executable() is executable is step.lower(*args).compile()
+    with pytest.raises(AttributeError, match=r"no attribute 'memory_analysis'.*`get_stage_allocation_size\(\)`"):
+        executable.memory_analysis()
     assert executable.get_parallel_plan() == lowered.plan
 
     first, *others = args

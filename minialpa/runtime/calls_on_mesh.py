@@ -69,7 +69,9 @@ class CallsOnMesh:
 
     def _as_planned(self, leaf: Any) -> Any:
         known = self._planned.get(id(leaf))
-        return known[1] if known is not None and known[0]() is leaf else leaf
+        # jax gives the array of a Ref other contents in place.
+        is_same = known is not None and known[0]() is leaf and not known[1].is_deleted()
+        return known[1] if known is not None and is_same else leaf
 
     def _note(self, shown: Any, made: Any) -> None:
         """Keep the array of the plan for the next call, if both have the same shards and so share memory."""

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,15 @@ from minialpa.support.private_jax import api_boundaries, value_of_ref
 from minialpa.tracing.host_memory import memory_kind_of
 from minialpa.tracing.refs import NO_REFS, StepRefs
 from minialpa.tracing.user_meshes import UsersSharding
+
+#: Methods of jax's compiled functions, with the methods that have these facts here.
+_INSTEAD = {
+    "as_text": "`get_hlo_text()`",
+    "cost_analysis": "`get_parallel_plan().summary()` and `profile_with_dummy_inputs()`",
+    "input_shardings": "`get_input_targets()` or `get_input_placement_specs()`",
+    "memory_analysis": "`get_stage_allocation_size()` or `get_parallel_plan().summary()`",
+    "output_shardings": "`get_output_placement_specs()`",
+}
 
 
 @api_boundaries
@@ -83,6 +92,12 @@ class Executable:
         """
         assert self.call is not None
         return self.call(self, args, kwargs)
+
+    if not TYPE_CHECKING:  # type checkers report names that are missing
+
+        def __getattr__(self, name: str) -> Any:
+            advice = f" It may have programs on several meshes: use {_INSTEAD[name]}." if name in _INSTEAD else ""
+            raise AttributeError(f"An `Executable` has no attribute {name!r}.{advice}")
 
     @property
     def program(self) -> Program:

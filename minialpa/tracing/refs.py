@@ -57,7 +57,8 @@ def is_ref_leaf(leaf: Any) -> bool:
 
 def ref_type(struct: jax.ShapeDtypeStruct) -> Any:
     """The type of a Ref of this array."""
-    return AbstractRef(jax.core.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type))
+    aval = jax.core.ShapedArray(struct.shape, struct.dtype, weak_type=struct.weak_type, sharding=struct.sharding)
+    return AbstractRef(aval)
 
 
 def type_in_ref(ref: Any, path: str) -> Any:
