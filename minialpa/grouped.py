@@ -6,8 +6,7 @@ group gives zeros. The blocks of a batch share its matrices.
     product: out[b x m n] = sum_k lhs[b x m k] rhs[b g k n], for row m of group g
     sum:     out[b g k n] = sum_(x m) lhs[b x m k] rhs[b x m n], over the rows m of group g
 
-A loop computes the rows of a group in tiles, so there is arithmetic for the rows, and for less than a tile in each
-group. Positions of rows are an operand: a device with a part of the rows, or of the groups, has their numbers.
+A loop computes the rows of a group in tiles. Positions of rows are an operand, so devices may share rows and groups.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ _SMALLEST_TILE, _LARGEST_TILE = 64, 4096
 
 
 def rows_of_tile(n_rows: int, n_whole_rows: int, n_groups: int) -> int:
-    """A power of two, or all rows.
-
-    n_rows: of a device. n_whole_rows, n_groups: of the whole product. Neighbouring rows are in few groups, so a device
-    with a part of the rows has whole tiles, too.
-    """
+    """A power of two, or all rows. n_rows: of a device. n_whole_rows, n_groups: of the whole product."""
     wanted = max(_SMALLEST_TILE, min(_LARGEST_TILE, int(_PART * min(n_whole_rows / n_groups, n_rows))))
     return min(n_rows, 1 << (wanted.bit_length() - 1))
 
@@ -97,10 +92,7 @@ def sum_of_products(
 
 
 class _Tiles:
-    """The rows of each group in tiles of `length` rows; a tile is the number of its first row, over all blocks.
-
-    The last tile of a block begins earlier, so that it is whole.
-    """
+    """The rows of each group in tiles of `length` rows; a tile is the number of its first row, over all blocks."""
 
     def __init__(self, starts: Any, ends: Any, positions: Any, *whole: int) -> None:
         """whole: n_whole_rows, n_groups."""
@@ -147,7 +139,7 @@ def _sum_aval(lhs: Any, rhs: Any, starts: Any, *others: Any, dtype: str, **_: An
 
 
 def _batched(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
-    """The batching rule: new blocks, if they share the matrices of a product; otherwise new batches."""
+    """New blocks, if they share the matrices of a product; otherwise new batches."""
     *arrays, positions = operands
     n = next(x.shape[dim] for x, dim in zip(arrays, dims, strict=False) if dim is not None)
     shares_matrices = primitive is grouped_product_p and dims[1] is None

@@ -4,7 +4,7 @@
     sum:     [b x m k], [b x m n], starts [b x g], ends [b x g], positions [m] -> [b g k n]     sum(x), sum(m)
 
 The matrices of a product may also be [b g n k] (`summed`).
-flops = 2 b x (m + g t / 2) k n with tiles of t rows: half of the last tile of a group has rows of other groups.
+flops = 2 b x (m + g t / 2) k n with tiles of t rows.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """`ragged_dot_general` in; a product of grouped rows (`minialpa.grouped`) out.
 
-XLA's own form is n times the arithmetic for n groups: it masks the rows of each group, and multiplies all rows with the
-weights of all groups.
+XLA's own form multiplies all rows with the weights of all groups.
 
     [m k], [g k n] -> [m n]      the ragged rows are kept: `grouped_product_p`
     [m k], [m n] -> [g k n]      the ragged rows are summed over: `grouped_sum_p`
     ragged batches               a plain product
-
-Batches become groups, and further dimensions features or rows: only the order of dimensions and reshapes change.
 """
 
 from __future__ import annotations

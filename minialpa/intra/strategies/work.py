@@ -175,9 +175,9 @@ def blockwise_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
 def without_kernel_s(
     eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, candidates: Candidates
 ) -> NDArray[np.float64] | float:
-    """For each candidate, the seconds on a single device that a device without cuDNN's kernel takes longer.
+    """For each candidate, the seconds on a single device that blocks take longer than cuDNN's kernel.
 
-    The kernel counts a causal mask from the first query and key, so it has none for a part of the queries.
+    The kernel has no causal mask for a part of the queries.
     """
     device = mesh.device
     if device is None or device.kernels is None or not is_attention(eqn) or not has_kernel(eqn):
@@ -198,8 +198,8 @@ def _grouped_s(eqn: JaxprEqn, device: DeviceSpec, shapes: Sequence[Sequence[int]
 
     shapes: of `lhs`, `rhs` and the result on a device.
 
-    A tile of `lhs` is cut out. A product cuts out the matrix of each group, and writes its tiles into a result of
-    zeros, where it keeps rows of other groups. A sum adds to a float32 matrix, which starts with zeros.
+    A product cuts out the matrix of each group, and writes its tiles into a result of zeros. A sum adds to a float32
+    matrix of zeros.
     """
     lhs, rhs, out = shapes
     sizes = [bytes_of(atom) / math.prod(shape_of(atom)) for atom in (*eqn.invars[:2], *eqn.outvars)]
