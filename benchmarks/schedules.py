@@ -2,51 +2,79 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
+import time
 
 from benchmarks.registry import Rows, Size, benchmark
-from minialpa.inter.schedule.schedules import PipelineSize
-from minialpa.inter.schedule.synthesis import StageWork, bound_s, fits, named_orders, seconds_of, synthesise
+from minialpa.inter.schedule.schedules import Layout, PipelineSize
+from minialpa.inter.schedule.synthesis import ChunkWork, PipelineWork, bound_s, named_orders, seconds_of, synthesise
 
 
-def _pipeline(rng: random.Random) -> tuple[list[StageWork], int]:
-    """Stages of unequal work, with room for as many micro-batches as stages, or for more."""
+def _pipelines(rng: random.Random) -> dict[Layout, PipelineWork]:
+    """Stages of unequal work, with room for as many micro-batches as stages, or for more; as one or two chunks each."""
     p = rng.randint(2, 8)
+    n = rng.randint(p, 4 * p)
     room = rng.choice([p, p + 1, 2 * p, 100 * p])
-    stages = []
+    stages, budgets = [], []
     for _ in range(p):
         forward, until_backward, after_backward = rng.uniform(0.7, 1.3), rng.uniform(0.2, 0.5), rng.uniform(0.1, 0.5)
         stages.append(
-            StageWork(
+            ChunkWork(
                 seconds=(forward, forward * rng.uniform(0.8, 1.3), forward * rng.uniform(0.6, 1.1)),
                 kept=(until_backward, 1 - until_backward, after_backward),
-                budget=room + after_backward * p / 2,
                 sends_s=(rng.uniform(0, 0.1), rng.uniform(0, 0.1)),
             )
         )
-    return stages, rng.randint(p, 4 * p)
+        budgets.append(room + after_backward * p / 2)
+    sizes = PipelineSize(p, n), PipelineSize(p, n, 2), PipelineSize(p, n, 2, is_v=True)
+    return {
+        size.layout: PipelineWork(
+            size, tuple(_part(stages[k], size.stage_of.count(k)) for k in size.stage_of), tuple(budgets)
+        )
+        for size in sizes
+    }
+
+
+def _part(stage: ChunkWork, n_chunks: int) -> ChunkWork:
+    """One of the equal chunks of a stage."""
+    (f, b, w), (until_backward, until_weights, after_backward) = stage.seconds, stage.kept
+    return ChunkWork(
+        seconds=(f / n_chunks, b / n_chunks, w / n_chunks),
+        kept=(until_backward / n_chunks, until_weights / n_chunks, after_backward / n_chunks),
+        sends_s=stage.sends_s,
+    )
 
 
 @benchmark("schedules")
 def schedules(size: Size) -> Rows:
-    """Orders of passes for random stages and budgets: seconds over those of the best named order, and over a bound."""
+    """Orders of passes for random stages and budgets: seconds over the best named order and a bound, for each layout
+    of chunks, and the best of all layouts over the best named order of any layout.
+    """
     rng = random.Random(0)
-    over_named: list[float] = []
-    over_bound: list[float] = []
-    for _ in range(500 if size == "full" else 10):
-        stages, n = _pipeline(rng)
-        seconds = seconds_of(stages, synthesise(stages, n))
-        named = [one for one in named_orders(PipelineSize(len(stages), n)) if fits(stages, one)]
-        over_named.append(seconds / min(seconds_of(stages, one) for one in named))
-        over_bound.append(seconds / bound_s(stages, n))
+    ratios: dict[str, list[float]] = {}
+    taken_s: dict[str, float] = {}
+    for _ in range(500 if size == "full" else 5):
+        made_s, least_named_s = [], []
+        for layout, work in _pipelines(rng).items():
+            start_s = time.perf_counter()
+            made_s.append(seconds_of(work, synthesise(work)))
+            taken_s[layout] = taken_s.get(layout, 0.0) + time.perf_counter() - start_s
+            least_named_s.append(min(seconds_of(work, one) for one in named_orders(work.size)))
+            if not math.isinf(least_named_s[-1]):
+                ratios.setdefault(f"{layout}, named", []).append(made_s[-1] / least_named_s[-1])
+            ratios.setdefault(f"{layout}, bound", []).append(made_s[-1] / bound_s(work))
+        ratios.setdefault("best, named", []).append(min(made_s) / min(least_named_s))
     return [
         {
-            "over": what,
-            "least": min(ratios),
-            "median": statistics.median(ratios),
-            "90_percent": statistics.quantiles(ratios, n=10)[-1],
-            "most": max(ratios),
+            "chunks": what.split(", ")[0],
+            "over": what.split(", ")[1],
+            "least": min(one),
+            "median": statistics.median(one),
+            "90_percent": statistics.quantiles(one, n=10)[-1],
+            "most": max(one),
+            "s_each": taken_s.get(what.split(", ")[0], 0.0) / len(one),
         }
-        for what, ratios in (("best named order", over_named), ("bound", over_bound))
+        for what, one in ratios.items()
     ]

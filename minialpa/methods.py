@@ -220,9 +220,9 @@ class PipeshardParallel:
     Attributes:
         devices: as in `ShardParallel`.
         num_micro_batches: number of equal parts of the batch that pass through the stages.
-        pipeline_schedule: "1f1b", "gpipe", "inference"; "zb-h1" with gradients of weights in passes of their own, "zb"
-            in an order for the seconds and memory of the stages; or "1f1b-interleaved" for stages of several runs of
-            layers.
+        pipeline_schedule: "1f1b", "gpipe", "inference"; "1f1b-interleaved" for stages of several runs of layers;
+            "zb-h1" with gradients of weights in passes of their own, "zb-v" also with two runs of layers in a V, or
+            "zb" for any of these runs in an order for the seconds and memory of the stages.
         layer_option: how the model is cut into layers; None for `AutoLayerOption(layer_num=2)`. "manual" cuts at each
             `mark_pipeline_boundary`; a model without boundaries is one stage.
         stage_option: how layers become stages: "uniform" (also None), "auto", or an option object.
@@ -240,10 +240,11 @@ class PipeshardParallel:
     def __post_init__(self) -> None:
         _check_method(self)
         check_value("pipeline_schedule", self.pipeline_schedule, Literal[*schedule_names()])
-        if self.pipeline_schedule == "1f1b-interleaved" and isinstance(self._stages(), AutoStageOption):
+        plain = {"1f1b-interleaved": "1f1b", "zb-v": "zb"}.get(self.pipeline_schedule)
+        if plain and isinstance(self._stages(), AutoStageOption):
             raise ShardingError(
-                '`pipeline_schedule="1f1b-interleaved"` does not work with `stage_option="auto"`, whose stages have '
-                'consecutive layers only. Use `pipeline_schedule="1f1b"`, or '
+                f'`pipeline_schedule="{self.pipeline_schedule}"` does not work with `stage_option="auto"`, whose '
+                f'stages have consecutive layers only. Use `pipeline_schedule="{plain}"`, or '
                 "`stage_option=UniformStageOption(num_chunks=2)`."
             )
 

@@ -365,8 +365,9 @@ class ManualStageOption:
     """Stages given by hand, with one entry per stage in each field.
 
     Attributes:
-        forward_stage_layer_ids: the layers of each stage, which are neighbours. Under the schedule "1f1b-interleaved",
-            runs of layers go round the stages several times, as in [[0, 2], [1, 3]].
+        forward_stage_layer_ids: the layers of each stage, which are neighbours. Under the schedule "1f1b-interleaved"
+            or "zb", runs of layers go round the stages several times, as in [[0, 2], [1, 3]]; under "zb-v" or "zb" they
+            go there and back, as in [[0, 3], [1, 2]].
         submesh_physical_shapes: (hosts, devices per host) of each stage.
         submesh_logical_shapes: the mesh shape of each stage.
         submesh_autosharding_option_dicts: fields of each stage's `AutoShardingOption` that differ from the default.
@@ -410,7 +411,7 @@ class UniformStageOption:
         submesh_physical_shape: (hosts, devices per host) of each stage; None for an equal share of the devices.
         submesh_logical_shape: the mesh shape of each stage; None for one axis.
         submesh_autosharding_option: constraints on the shardings; None for the method's constraints.
-        num_chunks: runs of layers in each stage. More than one needs the schedule "1f1b-interleaved".
+        num_chunks: runs of layers in each stage. More than one needs the schedule "1f1b-interleaved", "zb" or "zb-v".
     """
 
     num_stages: Count | None = None

@@ -27,11 +27,12 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def pipeline(n_stages: int, schedule: str, n_micro_batches: int = 4) -> PipeshardParallel:
+    n_chunks = 2 if schedule == "zb-v" else 1
     return PipeshardParallel(
         num_micro_batches=n_micro_batches,
         pipeline_schedule=schedule,
-        layer_option=AutoLayerOption(layer_num=n_stages),
-        stage_option=UniformStageOption(num_stages=n_stages),
+        layer_option=AutoLayerOption(layer_num=n_stages * n_chunks),
+        stage_option=UniformStageOption(num_stages=n_stages, num_chunks=n_chunks),
     )
 
 
@@ -42,11 +43,19 @@ METHODS: dict[str, Method] = {
     "1f1b-2": pipeline(2, "1f1b"),
     "1f1b-4": pipeline(4, "1f1b"),
     "zb-4": pipeline(4, "zb-h1"),
+    "zb-v-2": pipeline(2, "zb-v"),
     # BatchNorm has statistics per micro-batch, which the equivalence engine compares.
     "whole-2": pipeline(2, "1f1b", n_micro_batches=1),
 }
 #: Pairs that always run; `-m slow` runs all pairs.
-SHORT = {("mlp", "gpipe-4"), ("gpt", "1f1b-2"), ("gpt", "zb-4"), ("resnet", "whole-2"), ("two_tower", "1f1b-4")}
+SHORT = {
+    ("mlp", "gpipe-4"),
+    ("gpt", "1f1b-2"),
+    ("gpt", "zb-4"),
+    ("gpt", "zb-v-2"),
+    ("resnet", "whole-2"),
+    ("two_tower", "1f1b-4"),
+}
 _PAIRS = [
     (name, method) for name in SIZES for method in METHODS if name != "resnet" or method in ("shard-8", "whole-2")
 ]

@@ -15,10 +15,10 @@ from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.forward import balanced_runs, layer_flops
 from minialpa.inter.layers.layered_step import CutStep, layered_step, with_longer_scans
 from minialpa.inter.schedule.chunks import plan_chunks
-from minialpa.inter.schedule.schedules import live_counts, order_text
+from minialpa.inter.schedule.schedules import live_counts, order_texts
 from minialpa.inter.schedule.simulate import link_between, simulate
-from minialpa.inter.schedule.synthesis import StageWork, synthesise
-from minialpa.inter.search.user_stages import as_planned
+from minialpa.inter.schedule.synthesis import ChunkWork, PipelineWork, synthesise
+from minialpa.inter.search.user_stages import as_planned, layers_in
 from minialpa.plan import PassName, Plan, StagePlan
 
 #: Other schedules are tried if the bubble is at least this part of the step. By choice: each try solves all stages.
@@ -53,34 +53,42 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
 
 def or_shorter_bubble(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     """`best`, or its submeshes with another schedule, if stages wait long and another schedule is faster."""
-    if len(best.stages) == 1 or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
+    if len(best.stages) == 1:
         return best
-    return min(
-        [best, *_interleaved(context, best, cut), *_zero_bubble(context, best, cut)],
-        key=lambda plan: simulate(plan).total_s,
-    )
+    # Gradients of weights in passes of their own; several runs of layers in each stage; or both.
+    fastest = best
+    for schedule, n_chunks in (("zb", 1), ("zb", 2), ("1f1b-interleaved", 2), ("1f1b-interleaved", 4)):
+        if fastest.cost.bubble_s < _LARGE_BUBBLE * fastest.cost.total_s:
+            break
+        with contextlib.suppress(InfeasibleError):
+            plans = map(or_synthesised, _with_schedule(context, best, cut, schedule, n_chunks))
+            fastest = min([fastest, *plans], key=lambda plan: simulate(plan).total_s)
+    return fastest
 
 
-def _zero_bubble(context: PlanningContext, best: Plan, cut: CutStep) -> list[Plan]:
-    """`best` with gradients of weights in passes of their own; empty if that does not fit."""
-    layered = layered_step(cut, best.remat)
-    split = context.reporting("refinements").asking(n_micro_batches=best.n_micro_batches, schedule="zb-h1")
-    stages = [as_planned(stage, context.cluster, stage.layers) for stage in best.stages]
-    try:
-        return [plan_stages(split, layered, stages)]
-    except InfeasibleError:
-        return []
+def _with_schedule(context: PlanningContext, best: Plan, cut: CutStep, schedule: str, n_chunks: int) -> list[Plan]:
+    """The submeshes of `best` with another schedule; empty if its layers or submeshes do not allow `n_chunks`."""
+    n_stages, layers = len(best.stages), [stage.layers for stage in best.stages]
+    if n_chunks > 1:
+        shapes = {(stage.submesh, stage.logical_shape) for stage in best.stages}
+        if n_stages * n_chunks > len(best.remat) or len(shapes) > 1 or context.cluster.host_devices:
+            return []
+        # Runs of layers of about equal work.
+        runs = balanced_runs(layer_flops(cut.step, best.layer_of_group), n_stages * n_chunks)
+        layers = layers_in(runs, n_stages, in_v=schedule == "zb")
+
+    asking = context.reporting("refinements").asking(n_micro_batches=best.n_micro_batches, schedule=schedule)
+    stages = [as_planned(stage, context.cluster, own) for stage, own in zip(best.stages, layers, strict=True)]
+    return [plan_stages(asking, layered_step(cut, best.remat), stages)]
 
 
 def or_synthesised(best: Plan) -> Plan:
     """A pipeline with split backward passes, with an order made for its seconds and free memory, if that is faster."""
-    size = plan_chunks(best).size(best.n_micro_batches)
     if len(best.stages) == 1 or not any(one.kind == "weights" for stage in best.stages for one in stage.passes):
         return best
 
-    made = synthesise([_work_of(best, k) for k in range(size.n_stages)], size.n_micro_batches)
-    timeline = simulate(best, made)
-    gain_s = simulate(best).total_s - timeline.total_s
+    made = synthesise(_work_of(best))
+    gain_s = simulate(best).total_s - simulate(best, made).total_s
     if gain_s <= 0:
         return best
 
@@ -95,57 +103,47 @@ def or_synthesised(best: Plan) -> Plan:
         bubble_s=max(0.0, best.cost.bubble_s - gain_s),
         peak_bytes=tuple(stage.peak_bytes for stage in stages),
     )
-    return dataclasses.replace(
-        best, schedule="zb", orders=tuple(map(order_text, made.passes)), stages=stages, cost=cost
-    )
+    return dataclasses.replace(best, schedule="zb", orders=order_texts(made), stages=stages, cost=cost)
 
 
-def _work_of(plan: Plan, k: int) -> StageWork:
-    stage = plan.stages[k]
-    seconds = {one.kind: one.seconds for one in stage.passes}
-    limit = stage.option.limit_bytes(plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host))
+def _work_of(plan: Plan) -> PipelineWork:
+    """Passes of the first loop with gradients: other loops with gradients have the same order."""
+    size = plan_chunks(plan).size(plan.n_micro_batches)
+    passes = [one for stage in plan.stages for one in stage.passes]
+    loop = min(one.loop for one in passes if one.kind == "weights")
+    seconds = {(one.kind, one.chunk): one.seconds for one in passes if one.loop == loop}
 
-    def sends_s(kind: Literal["forward", "backward"], neighbour: int) -> float:
+    def sends_s(kind: Literal["forward", "backward"], chunk: int, neighbour: int) -> float:
         n_bytes = sum(
-            t.n_bytes for t in plan.transfers if t.source == PassName(kind, k) and t.target.number == neighbour
+            t.n_bytes
+            for t in plan.transfers
+            if t.source == PassName(kind, chunk, loop) and t.target.kind == kind and t.target.number == neighbour
         )
-        return link_between(plan, k, neighbour).transfer_s(n_bytes) if n_bytes else 0.0
+        link = link_between(plan, size.stage_of[chunk], size.stage_of[neighbour]) if n_bytes else None
+        return link.transfer_s(n_bytes) if link else 0.0
 
-    until_backward, until_weights, after_backward = stage.kept_bytes
-    return StageWork(
-        seconds=(seconds.get("forward", 0.0), seconds.get("backward", 0.0), seconds.get("weights", 0.0)),
-        kept=(until_backward, until_weights, after_backward),
-        budget=math.inf if limit is None else max(limit, stage.peak_bytes) - stage.fixed_bytes,
-        sends_s=(sends_s("forward", k + 1), sends_s("backward", k - 1)),
-    )
+    def work_of(chunk: int, stage: int) -> ChunkWork:
+        kept, own = plan.stages[stage].kept_bytes, size.chunks_of(stage)
+        until_backward, until_weights, after_backward = kept[own.index(chunk) :: len(own)]
+        return ChunkWork(
+            seconds=(
+                seconds.get(("forward", chunk), 0.0),
+                seconds.get(("backward", chunk), 0.0),
+                seconds.get(("weights", chunk), 0.0),
+            ),
+            kept=(until_backward, until_weights, after_backward),
+            sends_s=(sends_s("forward", chunk, chunk + 1), sends_s("backward", chunk, chunk - 1)),
+        )
+
+    chunks = tuple(itertools.starmap(work_of, enumerate(size.stage_of)))
+    return PipelineWork(size, chunks, tuple(_free_bytes(plan, stage) for stage in plan.stages))
+
+
+def _free_bytes(plan: Plan, stage: StagePlan) -> float:
+    """For micro-batches in flight."""
+    limit = stage.option.limit_bytes(plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host))
+    return math.inf if limit is None else max(limit, stage.peak_bytes) - stage.fixed_bytes
 
 
 def _most_kept(stage: StagePlan, moments: Sequence[Sequence[int]]) -> float:
     return max(sum(n * size for n, size in zip(live, stage.kept_bytes, strict=True)) for live in moments)
-
-
-def _interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> list[Plan]:
-    """Plans with several runs of layers in each submesh of `best`, which is worth the transfers of a long bubble."""
-    n_stages, n_layers = len(best.stages), len(best.remat)
-    shapes = {(stage.submesh, stage.logical_shape) for stage in best.stages}
-    if len(shapes) > 1 or context.cluster.host_devices:
-        return []
-
-    # Each stage has several runs of layers of about equal work.
-    layered = layered_step(cut, best.remat)
-    interleaved = context.reporting("refinements").asking(
-        n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved"
-    )
-    flops = layer_flops(cut.step, best.layer_of_group)
-
-    def attempt(n_chunks: int) -> Plan:
-        runs = balanced_runs(flops, n_stages * n_chunks)
-        stages = [as_planned(stage, context.cluster, sum(runs[k::n_stages], ())) for k, stage in enumerate(best.stages)]
-        return plan_stages(interleaved, layered, stages)
-
-    plans: list[Plan] = []
-    for n_chunks in (2, 4):
-        if n_stages * n_chunks <= n_layers:
-            with contextlib.suppress(InfeasibleError):
-                plans.append(attempt(n_chunks))
-    return plans

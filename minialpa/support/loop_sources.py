@@ -8,6 +8,7 @@ from pathlib import Path
 
 #: Modules of compiled functions and of their arguments' classes. Machine code includes called functions: one digest.
 SOURCES = (
+    "inter/schedule/list_scheduler.py",
     "inter/search/stage_kernels.py",
     "intra/solver/csr_graph.py",
     "intra/solver/dominance.py",

@@ -30,7 +30,7 @@ from tests.equivalence.steps import (
     SEVERAL,
     Training,
 )
-from tests.equivalence.ways import FLAGS, ONE_STAGE, Way
+from tests.equivalence.ways import FLAGS, ONE_STAGE, TWO_RUNS, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,15 @@ def _spread(random: Random, example: Example) -> Example:
 
 # ---- ways to run them -----------------------------------------------------------------------------------------------
 
-_PIPELINES = ("pipeline", "pipeline-gpipe", "pipeline-given", "pipeline-auto", "pipeline-interleaved", "pipeline-zb")
+_PIPELINES = (
+    "pipeline",
+    "pipeline-gpipe",
+    "pipeline-given",
+    "pipeline-auto",
+    "pipeline-interleaved",
+    "pipeline-zb",
+    "pipeline-zb-v",
+)
 
 
 def _way(random: Random, has_boundary: bool) -> Way:
@@ -271,8 +279,8 @@ def _way(random: Random, has_boundary: bool) -> Way:
         return Way(kind, random.choice([(1,), (2,)]), n)
     if not kind.startswith("pipeline") and kind != "3d":
         return Way(kind, _often(random, (6, [(1,), (2,)]), (2, [(4,), (8,), (2, 2), (2, 4)])), n)
-    stages = random.choice([2, 2, 2, 4]) if kind in ("pipeline-gpipe", "pipeline-zb") else 2
-    by_boundary = has_boundary and stages == 2 and kind not in ("3d", "pipeline-interleaved")
+    stages = random.choice([2, 2, 2, 4]) if kind in ("pipeline-gpipe", "pipeline-zb", "pipeline-zb-v") else 2
+    by_boundary = has_boundary and stages == 2 and kind not in ("3d", *TWO_RUNS)
     return Way(
         kind,
         (stages * random.choice([1, 1, 2]),),

@@ -39,7 +39,14 @@ ONE_STAGE: dict[str, Any] = {
     "zero2": Zero2Parallel,
     "zero3": Zero3Parallel,
 }
-_SCHEDULES = {"pipeline-gpipe": "gpipe", "pipeline-interleaved": "1f1b-interleaved", "pipeline-zb": "zb"}
+_SCHEDULES = {
+    "pipeline-gpipe": "gpipe",
+    "pipeline-interleaved": "1f1b-interleaved",
+    "pipeline-zb": "zb",
+    "pipeline-zb-v": "zb-v",
+}
+#: Pipelines with two runs of layers in each stage.
+TWO_RUNS = ("pipeline-interleaved", "pipeline-zb-v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,7 @@ def _layers(way: Way) -> Any:
     remat: Any = way.remat
     if way.manual:
         return ManualLayerOption(remat)
-    return AutoLayerOption(2 * way.stages if way.kind == "pipeline-interleaved" else way.stages, remat=remat)
+    return AutoLayerOption((2 if way.kind in TWO_RUNS else 1) * way.stages, remat=remat)
 
 
 def _stages(way: Way, n_devices: int) -> Any:
@@ -155,6 +162,4 @@ def _stages(way: Way, n_devices: int) -> Any:
         case "pipeline-given":
             layers = [[i] for i in range(way.stages)]
             return ManualStageOption(layers, [(1, each)] * way.stages, [(each, 1)] * way.stages)
-        case "pipeline-interleaved":
-            return UniformStageOption(way.stages, num_chunks=2)
-    return UniformStageOption(way.stages)
+    return UniformStageOption(way.stages, num_chunks=2 if way.kind in TWO_RUNS else 1)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minialpa.errors import ShardingError
-from minialpa.inter.schedule.schedules import PipelineSize, Schedule, interleaves, make_schedule, parsed_schedule
+from minialpa.inter.schedule.schedules import PipelineSize, Schedule, layouts, make_schedule, parsed_schedule
 from minialpa.plan import Plan
 
 #: Stages that a message lists.
@@ -31,12 +31,11 @@ class Chunks:
     def n_stages(self) -> int:
         return max(self.stage_of) + 1
 
-    @property
-    def per_stage(self) -> int:
-        return len(self.stage_of) // self.n_stages
-
     def size(self, n_micro_batches: int) -> PipelineSize:
-        return PipelineSize(self.n_stages, n_micro_batches, self.per_stage)
+        v = PipelineSize(self.n_stages, n_micro_batches, 2, is_v=True)
+        if self.n_stages > 1 and self.stage_of == v.stage_of:
+            return v
+        return PipelineSize(self.n_stages, n_micro_batches, len(self.stage_of) // self.n_stages)
 
     def of_group(self, layer_of_group: Sequence[int]) -> tuple[int, ...]:
         """The chunk of each forward group."""
@@ -75,25 +74,28 @@ def plan_schedule(plan: Plan, loop: int | None = None) -> Schedule:
 
 
 def check_chunks(chunks: Chunks, schedule: str) -> None:
-    """Raise ShardingError unless chunk c is on stage c mod n_stages, and `schedule` allows the number of chunks."""
-    n_chunks, n_stages = len(chunks.stage_of), chunks.n_stages
-    if n_chunks > n_stages and not interleaves(schedule):
+    """Raise ShardingError unless the chunks go to the stages in turn or in a V, as `schedule` needs them."""
+    size, allowed = chunks.size(1), layouts(schedule)
+    if len(chunks.stage_of) > chunks.n_stages and allowed == ("one",):
         raise ShardingError(
             f"The schedule `{schedule}` needs consecutive layers on each stage, but {_stages_text(chunks)}. Use the "
-            "schedule `1f1b-interleaved`, or give each stage consecutive layers."
+            f"schedule `{'zb-v' if size.is_v else '1f1b-interleaved'}`, or give each stage consecutive layers, as "
+            "`num_chunks=1` does."
         )
 
-    if n_chunks % n_stages or any(stage != chunk % n_stages for chunk, stage in enumerate(chunks.stage_of)):
+    if size.stage_of != chunks.stage_of or (size.is_v and "v" not in allowed):
         raise ShardingError(
-            f"Give the layers to the stages 0 to {n_stages - 1} in turn and equally often, such as [[0, 2], [1, 3]] "
-            f"for two stages; now {_stages_text(chunks)}."
+            f"Give the layers to the stages 0 to {chunks.n_stages - 1} in turn and equally often, such as "
+            f"[[0, 2], [1, 3]] for two stages; now {_stages_text(chunks)}."
         )
 
-    if n_chunks == n_stages > 1 and schedule == "1f1b-interleaved":
+    if chunks.n_stages > 1 and (size.layout not in allowed or (schedule, size.layout) == ("1f1b-interleaved", "one")):
+        example, plain = ("[[0, 3], [1, 2]]", "zb-h1") if "v" in allowed else ("[[0, 2], [1, 3]]", "1f1b")
+        kind = "two runs of layers in a V" if "v" in allowed else "layers that are not consecutive"
         raise ShardingError(
-            "The schedule `1f1b-interleaved` needs stages of layers that are not consecutive, but "
-            f"{_stages_text(chunks)}. Set `stage_option=UniformStageOption(num_chunks=2)`, give `ManualStageOption` "
-            "layers such as [[0, 2], [1, 3]], or use the schedule `1f1b`."
+            f"The schedule `{schedule}` needs stages of {kind}, but {_stages_text(chunks)}. Set "
+            f"`stage_option=UniformStageOption(num_chunks=2)`, give `ManualStageOption` layers such as {example}, or "
+            f"use the schedule `{plain}`."
         )
 
 

@@ -1,7 +1,8 @@
 """Pipeline schedules: a name and a pipeline size in, the order of passes of each stage out.
 
 A pass is one micro-batch through one *chunk*, a run of neighbouring layers. Of p stages with v chunks each, stage k has
-the chunks k, p + k, ..., (v - 1) p + k. Pass (c, b) of micro-batch b through chunk c waits for other passes:
+the chunks k, p + k, ..., (v - 1) p + k. In a V, stage k has the chunks k and 2 p - 2 - k, and the last stage has one
+chunk. Pass (c, b) of micro-batch b through chunk c waits for other passes:
 
     forward(c, b)   <- forward(c - 1, b)
     backward(c, b)  <- forward(c, b) and backward(c + 1, b)
@@ -21,12 +22,18 @@ For example, `1f1b` with 2 stages and 3 micro-batches (f0: forward of micro-batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from minialpa.errors import ShardingError, VerifyError, meant
+from minialpa.inter.schedule.list_scheduler import Arrays, Ints, list_order
 
 Kind = Literal["forward", "backward", "weights"]
+KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")
+#: The chunks of a stage: one, several in turn, or two in a V.
+Layout = Literal["one", "in turn", "v"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +50,12 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSize:
-    """Counts of a pipeline; `n_chunks` per stage."""
+    """Counts of a pipeline; `n_chunks` per stage. In a V, which has two, the last stage has both in one."""
 
     n_stages: int
     n_micro_batches: int
     n_chunks: int = 1
+    is_v: bool = False
 
     def __post_init__(self) -> None:
         if min(self.n_stages, self.n_micro_batches, self.n_chunks) < 1:
@@ -56,23 +64,42 @@ class PipelineSize:
                 f"`n_micro_batches={self.n_micro_batches}` and `n_chunks={self.n_chunks}`."
             )
 
+    @property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage of each chunk."""
+        stages = tuple(range(self.n_stages))
+        return stages + stages[-2::-1] if self.is_v else stages * self.n_chunks
+
+    @property
+    def layout(self) -> Layout:
+        return "v" if self.is_v else "in turn" if self.n_chunks > 1 else "one"
+
+    def chunks_of(self, stage: int) -> list[int]:
+        return [chunk for chunk, home in enumerate(self.stage_of) if home == stage]
+
+
+#: For each stage, its passes in order.
+Passes = tuple[tuple[Pass, ...], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """For each stage, its passes in order."""
-
     name: str
     size: PipelineSize
-    passes: tuple[tuple[Pass, ...], ...]
+    passes: Passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScheduleRule:
-    order: Callable[[int, PipelineSize], tuple[Pass, ...]]
+    order: Callable[[PipelineSize], Passes]
     max_live: Callable[[int, PipelineSize], int]
+    layouts: tuple[Layout, ...] = ("one",)
     trains: bool = True
-    interleaves: bool = False
     splits_backward: bool = False
+
+
+def _each_stage(order: Callable[[int, PipelineSize], tuple[Pass, ...]]) -> Callable[[PipelineSize], Passes]:
+    return lambda size: tuple(order(stage, size) for stage in range(size.n_stages))
 
 
 def _one_forward_one_backward(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
@@ -117,7 +144,7 @@ def _groups(size: PipelineSize) -> list[range]:
 
 
 def _in_order(kind: Kind, stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    chunks = range(stage, size.n_stages * size.n_chunks, size.n_stages)
+    chunks = size.chunks_of(stage)
     turns = chunks if kind == "forward" else chunks[::-1]
     return tuple(Pass(kind, chunk, micro_batch) for group in _groups(size) for chunk in turns for micro_batch in group)
 
@@ -143,31 +170,92 @@ def _zero_bubble(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     return (*passes, *(Pass("weights", stage, left) for left in range(first_left, size.n_micro_batches)))
 
 
-_ZERO_BUBBLE = _ScheduleRule(
-    order=_zero_bubble,
-    max_live=lambda stage, size: min(size.n_stages, size.n_micro_batches),
-    splits_backward=True,
-)
+def _zero_bubble_v(size: PipelineSize) -> Passes:
+    """ZB-V (Qi et al., 2024), by the list scheduler, for passes of equal length and the memory of `1f1b`."""
+    p, n = size.n_stages, size.n_micro_batches
+    work = np.array([2.0 if size.stage_of.count(k) == 1 else 1.0 for k in size.stage_of])
+    none = np.zeros_like(work)
+    arrays = Arrays(
+        np.array(size.stage_of), np.stack([work] * 3), np.stack([none, work, none]), np.stack([none] * 2),
+        np.full(p, 2.0 * p),
+    )  # fmt: skip
+    order = np.empty(3 * n * len(work), np.int64)
+    list_order(arrays, n, np.full(p, n), 0.0, True, True, order)
+    return passes_of(order, size)
+
+
+def passes_of(order: Ints, size: PipelineSize) -> Passes:
+    """order: passes of all stages, by the numbers of `list_scheduler`."""
+    passes: list[list[Pass]] = [[] for _ in range(size.n_stages)]
+    n_run = [0] * (3 * len(size.stage_of))
+    for number in order.tolist():
+        kind, chunk = divmod(number, len(size.stage_of))
+        passes[size.stage_of[chunk]].append(Pass(KINDS[kind], chunk, n_run[number]))
+        n_run[number] += 1
+    return tuple(map(tuple, passes))
+
+
+def _soon_weights(size: PipelineSize) -> Passes:
+    """The order with least memory: each weights pass after its backward pass."""
+    if size.is_v:
+        return _zero_bubble_v(size)
+    whole = _RULES["1f1b-interleaved" if size.n_chunks > 1 else "1f1b"].order(size)
+    return tuple(
+        tuple(
+            each
+            for one in passes
+            for each in ([one, replace(one, kind="weights")] if one.kind == "backward" else [one])
+        )
+        for passes in whole
+    )
+
+
 _RULES: dict[str, _ScheduleRule] = {
     "1f1b": _ScheduleRule(
-        order=_one_forward_one_backward,
+        order=_each_stage(_one_forward_one_backward),
         max_live=lambda stage, size: min(size.n_stages - stage, size.n_micro_batches),
     ),
-    "gpipe": _ScheduleRule(order=_gpipe, max_live=lambda stage, size: size.n_micro_batches),
+    "gpipe": _ScheduleRule(order=_each_stage(_gpipe), max_live=lambda stage, size: size.n_micro_batches),
     "inference": _ScheduleRule(
-        order=_inference,
+        order=_each_stage(_inference),
         max_live=lambda stage, size: (size.n_chunks - 1) * max(map(len, _groups(size))) + 1,
+        layouts=("one", "in turn", "v"),
         trains=False,
-        interleaves=True,
     ),
     "1f1b-interleaved": _ScheduleRule(
-        order=_interleaved,
+        order=_each_stage(_interleaved),
         max_live=lambda stage, size: min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches),
-        interleaves=True,
+        layouts=("one", "in turn"),
     ),
-    "zb-h1": _ZERO_BUBBLE,
-    # Of a plan, whose `orders` replace this order.
-    "zb": _ZERO_BUBBLE,
+    "zb-h1": _ScheduleRule(
+        order=_each_stage(_zero_bubble),
+        max_live=lambda stage, size: min(size.n_stages, size.n_micro_batches),
+        splits_backward=True,
+    ),
+    "zb-v": _ScheduleRule(
+        order=_zero_bubble_v,
+        max_live=lambda stage, size: size.n_chunks * min(size.n_stages, size.n_micro_batches),
+        layouts=("v",),
+        splits_backward=True,
+    ),
+    # Until a plan has `orders`.
+    "zb": _ScheduleRule(
+        order=_soon_weights,
+        max_live=lambda stage, size: (
+            size.n_chunks * min(size.n_stages, size.n_micro_batches)
+            if size.is_v
+            else min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches)
+        ),
+        layouts=("one", "in turn", "v"),
+        splits_backward=True,
+    ),
+}
+
+
+_LAYOUT_TEXT: dict[Layout, str] = {
+    "one": "consecutive layers on each stage (`n_chunks=1`)",
+    "in turn": "chunks that go to the stages in turn",
+    "v": "two chunks of each stage in a V (`n_chunks=2, is_v=True`)",
 }
 
 
@@ -175,8 +263,8 @@ def schedule_names() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def interleaves(name: str) -> bool:
-    return _rule(name).interleaves
+def layouts(name: str) -> tuple[Layout, ...]:
+    return _rule(name).layouts
 
 
 def splits_backward(name: str) -> bool:
@@ -184,39 +272,48 @@ def splits_backward(name: str) -> bool:
 
 
 def make_schedule(name: str, size: PipelineSize) -> Schedule:
-    """Raises ShardingError for an unknown name, or for several chunks if the schedule does not interleave."""
+    """Raises ShardingError for an unknown name, or for chunks that the schedule cannot have."""
     rule = _rule(name)
-    if size.n_chunks > 1 and not rule.interleaves:
-        raise ShardingError(
-            f"The schedule `{name}` needs consecutive layers on each stage, but `n_chunks={size.n_chunks}` gives each "
-            f"stage {size.n_chunks} runs of layers. Use `1f1b-interleaved`, or `n_chunks=1`."
-        )
-    return Schedule(name, size, tuple(rule.order(stage, size) for stage in range(size.n_stages)))
+    if size.layout not in rule.layouts:
+        needed = " or ".join(_LAYOUT_TEXT[layout] for layout in rule.layouts)
+        raise ShardingError(f"The schedule `{name}` needs {needed}; got {size}.")
+    return Schedule(name, size, rule.order(size))
 
 
-def order_text(passes: Sequence[Pass]) -> str:
-    """The passes of a stage with one chunk: `f0 f1 b0 w0 b1 w1`."""
-    return " ".join(f"{one.kind[0]}{one.micro_batch}" for one in passes)
+def order_texts(schedule: Schedule) -> tuple[str, ...]:
+    """The passes of each stage: `f0 f1 b0 w0 b1 w1`, or `f0.1` in chunk 1 if stages have several chunks."""
+    one_chunk = schedule.size.layout == "one"
+    return tuple(
+        " ".join(f"{one.kind[0]}{one.micro_batch}" + ("" if one_chunk else f".{one.chunk}") for one in passes)
+        for passes in schedule.passes
+    )
 
 
 def parsed_schedule(name: str, size: PipelineSize, orders: Sequence[str]) -> Schedule:
-    """A schedule with the `orders` of its stages, as `order_text` writes them.
+    """A schedule with the `orders` of its stages, as `order_texts` writes them.
 
-    Raises ShardingError unless each stage has each of its passes once, with the micro-batches of each kind in order,
-    VerifyError if stages wait for each other in a circle.
+    Raises ShardingError unless each stage has each of its passes once, with the micro-batches of each kind and chunk
+    in order, VerifyError if stages wait for each other in a circle.
     """
-    kinds: dict[str, Kind] = {"f": "forward", "b": "backward", "w": "weights"}
-    expected = [f"{kind}{b}" for kind in kinds for b in range(size.n_micro_batches)]
+    passes: list[tuple[Pass, ...]] = []
     for stage, text in enumerate(orders):
-        if sorted(text.split(), key=lambda word: "fbw".find(word[:1])) != expected:
+        chunks = size.chunks_of(stage)
+        words = {
+            f"{kind[0]}{b}" + ("" if size.layout == "one" else f".{chunk}"): Pass(kind, chunk, b)
+            for kind in KINDS
+            for chunk in chunks
+            for b in range(size.n_micro_batches)
+        }
+        given = [words[word] for word in text.split() if word in words]
+        in_order = sorted(given, key=lambda one: (KINDS.index(one.kind), one.chunk))
+        if len(given) < len(text.split()) or in_order != list(words.values()):
             raise ShardingError(
-                f"The order of stage {stage} needs the passes f0 to f{size.n_micro_batches - 1}, and so for b and w, "
-                f"each once and each kind in order; got {text!r}."
+                f"The order of stage {stage} needs the passes {next(iter(words))} to "
+                f"{list(words)[len(chunks) * size.n_micro_batches - 1]}, and so for b and w, each once and with the "
+                f"micro-batches of each kind and chunk in order; got {text!r}."
             )
-    passes = tuple(
-        tuple(Pass(kinds[word[0]], stage, int(word[1:])) for word in text.split()) for stage, text in enumerate(orders)
-    )
-    schedule = Schedule(name, size, passes)
+        passes.append(tuple(given))
+    schedule = Schedule(name, size, tuple(passes))
     ticks(schedule)
     return schedule
 
@@ -235,12 +332,12 @@ def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
     With split backward passes, each moment has three counts per chunk: all chunks from forward to backward, then from
     forward to weights, and then from backward to weights.
     """
-    size, rule = schedule.size, _rule(schedule.name)
-    n_chunks = size.n_chunks
+    rule, chunks = _rule(schedule.name), schedule.size.chunks_of(stage)
+    n_chunks = len(chunks)
     live = [0] * (3 * n_chunks if rule.splits_backward else n_chunks)
     moments: dict[tuple[int, ...], None] = {}
     for one in schedule.passes[stage]:
-        own = one.chunk // size.n_stages
+        own = chunks.index(one.chunk)
         begin, end = lifetimes(one.kind, own, n_chunks, splits=rule.splits_backward)
         for i in begin:
             live[i] += 1
@@ -311,7 +408,7 @@ def _waits_for(one: Pass, schedule: Schedule) -> list[Pass]:
         return [Pass("forward", chunk - 1, micro_batch)] if chunk > 0 else []
     if one.kind == "weights":
         return [Pass("backward", chunk, micro_batch)]
-    is_last = chunk + 1 >= schedule.size.n_stages * schedule.size.n_chunks
+    is_last = chunk + 1 >= len(schedule.size.stage_of)
     later = [] if is_last else [Pass("backward", chunk + 1, micro_batch)]
     return [Pass("forward", chunk, micro_batch), *later]
 

@@ -204,7 +204,8 @@ class _Simulation:
     def _memory_curve(self, stage: int) -> tuple[list[tuple[float, float]], int]:
         """(seconds, bytes per device from then on) in order, and the most live pairs (micro-batch, chunk)."""
         trains = any(name.kind == "backward" and name.loop == self.loop for name in self.costs)
-        n_chunks, n_stages = self.schedule.size.n_chunks, self.schedule.size.n_stages
+        chunks = self.schedule.size.chunks_of(stage)
+        n_chunks = len(chunks)
         kept_bytes, n_bytes = self.plan.stages[stage].kept_bytes, self.plan.stages[stage].fixed_bytes
         first_s = min((start_s for start_s, _ in self.times[stage].values()), default=0.0) if self.loop > 1 else 0.0
         splits = len(kept_bytes) > n_chunks
@@ -212,7 +213,7 @@ class _Simulation:
         live, peak_live = 0, 0
         memory = [(first_s, n_bytes)]
         for one, (start_s, end_s) in self.times[stage].items():
-            own_chunk = one.chunk // n_stages
+            own_chunk = chunks.index(one.chunk)
             begin, end = lifetimes(one.kind, own_chunk, n_chunks, splits=splits)
             live += one.kind == "forward"
             peak_live = max(peak_live, live)

@@ -123,8 +123,8 @@ class _Request:
 class StageSolver:
     """Solves stages and caches solutions.
 
-    Stages are alike if their equations are equal up to the names of variables. A cached solution in unlimited memory
-    serves for any number of micro-batches in flight with which it fits.
+    Stages are alike if their equations are equal up to the names of variables, and their tasks as long. A cached
+    solution in unlimited memory serves for any number of micro-batches in flight with which it fits.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -160,7 +160,8 @@ class StageSolver:
         """
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
-        kind = (text, view, replace(option, memory_limit_bytes=None))
+        tasks = tuple((task.kind, len(task.eqns)) for task in staged.tasks_of(mesh))
+        kind = (text, tasks, staged.splits_backward, view, replace(option, memory_limit_bytes=None))
         request = _Request(
             kind=kind, staged=staged, mesh=mesh, problem=problem, view=view, option=option, moments=moments,
             below_s=below_s,

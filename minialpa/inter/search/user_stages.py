@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import ShardingError
+from minialpa.inter.schedule.schedules import splits_backward
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.options import AutoShardingOption, ManualStageOption, PlanOptions, UniformStageOption
 from minialpa.plan import StagePlan
@@ -36,13 +37,13 @@ def given_stages(cluster: ClusterSpec, options: PlanOptions, n_layers: int) -> l
         case ManualStageOption() as manual:
             return _manual_stages(manual, cluster, options.sharding, n_layers)
         case UniformStageOption() as uniform:
-            return _uniform_stages(uniform, cluster, options.sharding, n_layers)
+            return _uniform_stages(uniform, cluster, options, n_layers)
         case _:
-            return _uniform_stages(UniformStageOption(), cluster, options.sharding, n_layers)
+            return _uniform_stages(UniformStageOption(), cluster, options, n_layers)
 
 
 def _uniform_stages(
-    option: UniformStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
+    option: UniformStageOption, cluster: ClusterSpec, options: PlanOptions, n_layers: int
 ) -> list[DecidedStage]:
     n_devices = cluster.n_devices
     n_stages = option.num_stages
@@ -52,13 +53,20 @@ def _uniform_stages(
     _check_uniform(option, n_stages, n_devices, n_layers)
 
     submesh = option.submesh_physical_shape or submesh_of(n_devices // n_stages, cluster)
-    chosen = option.submesh_autosharding_option or sharding
+    chosen = option.submesh_autosharding_option or options.sharding
     candidate = Candidate(submesh, tuple(option.submesh_logical_shape or chosen.open_shape(submesh[0] * submesh[1])))
 
-    # Stage k has the chunks k, n_stages + k, ...
     bounds = [round(c * n_layers / n_chunks) for c in range(n_chunks + 1)]
     chunks = [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
-    return placed_stages([(sum(chunks[k::n_stages], ()), candidate, chosen) for k in range(n_stages)], cluster)
+    layers = layers_in(chunks, n_stages, in_v=option.num_chunks == 2 and splits_backward(options.schedule))
+    return placed_stages([(own, candidate, chosen) for own in layers], cluster)
+
+
+def layers_in(chunks: Sequence[tuple[int, ...]], n_stages: int, *, in_v: bool) -> list[tuple[int, ...]]:
+    """The layers of each stage. Stage k of p has the chunks k, p + k, ...; in a V, the chunks k and 2 p - 1 - k."""
+    if in_v:
+        return [chunks[k] + chunks[2 * n_stages - 1 - k] for k in range(n_stages)]
+    return [sum(chunks[k::n_stages], ()) for k in range(n_stages)]
 
 
 def _check_uniform(option: UniformStageOption, n_stages: int, n_devices: int, n_layers: int) -> None:

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from minialpa.errors import ShardingError, VerifyError
 from minialpa.inter.schedule.schedules import (
+    Layout,
     Pass,
     PipelineSize,
     Schedule,
     global_order,
-    interleaves,
+    layouts,
     live_counts,
     make_schedule,
     max_live,
@@ -20,6 +21,7 @@ from minialpa.inter.schedule.schedules import (
     splits_backward,
     ticks,
 )
+from minialpa.inter.schedule.synthesis import ChunkWork, PipelineWork, seconds_of
 
 
 def parse(text: str) -> tuple[Pass, ...]:
@@ -50,47 +52,67 @@ def live_by_formula(name: str, stage: int, size: PipelineSize) -> int:
         return (v - 1) * group + 1
     if name == "gpipe":
         return n
-    if splits_backward(name):
+    if name == "zb-h1":
         return min(p, n)
     return min(p - stage, n) if v == 1 else min(2 * (p - stage - 1) + (v - 1) * group + 1, v * n)
 
 
-@pytest.mark.parametrize("name", schedule_names())
-@given(st.builds(PipelineSize, st.integers(1, 8), st.integers(1, 40), st.integers(1, 5)))
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in schedule_names() for layout in layouts(name)])
+@given(st.integers(1, 8), st.integers(1, 40), st.integers(2, 5))
 @settings(max_examples=60)
-def test_a_schedule_obeys_its_laws(name: str, size: PipelineSize) -> None:
+def test_a_schedule_obeys_its_laws(name: str, layout: Layout, p: int, n: int, v: int) -> None:
     """In ticks of a chunk, a stage is busy for v n of each kind, and waits for p - 1 chunks of each.
 
     Delayed weight gradients fill the wait for forwards, if there are as many micro-batches as stages.
     """
-    p, n, v = size.n_stages, size.n_micro_batches, size.n_chunks if interleaves(name) else 1
-    size = PipelineSize(p, n, v)
+    v = {"one": 1, "in turn": v, "v": 2}[layout]
+    size = PipelineSize(p, n, v, is_v=layout == "v")
     schedule = make_schedule(name, size)
     kinds = ("forward",) if name == "inference" else ("forward", "backward")
     if splits_backward(name):
         kinds = ("forward", "backward", "weights")
 
     for stage, passes in enumerate(schedule.passes):
-        chunks = range(stage, p * v, p)
+        chunks = size.chunks_of(stage)
         expected = {Pass(kind, chunk, b) for kind in kinds for chunk in chunks for b in range(n)}  # type: ignore[arg-type]
         assert set(passes) == expected and len(passes) == len(expected)
         moments = live_counts(schedule, stage)
         if splits_backward(name):
             # Of the counts until the backward pass, until the weights pass, and between these two.
-            assert all(first + between >= whole for first, whole, between in moments)
-            moments = tuple(counts[1:2] for counts in moments)
-        assert max(map(sum, moments)) == live_by_formula(name, stage, size) <= max_live(name, stage, size)
-        assert all(len(counts) == v and max(counts) <= n for counts in moments)
+            both = range(len(chunks)), range(2 * len(chunks), 3 * len(chunks))
+            wholes = [counts[len(chunks) : 2 * len(chunks)] for counts in moments]
+            for counts, whole in zip(moments, wholes, strict=True):
+                assert all(counts[i] + counts[j] >= one for i, j, one in zip(*both, whole, strict=True))
+            moments = tuple(wholes)
+        most = max(map(sum, moments))
+        assert most <= max_live(name, stage, size)
+        assert layout == "v" or most == live_by_formula(name, stage, size)
+        assert all(len(counts) == len(chunks) and max(counts) <= n for counts in moments)
 
-    # With fewer micro-batches than stages, the first stage of several chunks waits for the last one.
-    n_ticks = len(kinds) * ((v - 1) * max(n, p) + n + p - 1)
-    if splits_backward(name):
-        n_ticks = 3 * n + (p - 1) + max(0, p - n)
-    assert len(ticks(schedule)) == makespan(schedule) == n_ticks
+    n_ticks = len(ticks(schedule))
+    assert n_ticks == makespan(schedule)
+    if name == "zb-h1":
+        assert n_ticks == 3 * n + (p - 1) + max(0, p - n)
+    elif not splits_backward(name) and layout != "v":
+        # With fewer micro-batches than stages, the first stage of several chunks waits for the last one.
+        assert n_ticks == len(kinds) * ((v - 1) * max(n, p) + n + p - 1)
 
     order = global_order(schedule)
     for stage, passes in enumerate(schedule.passes):
-        assert tuple(one for one in order if one.chunk % p == stage) == passes
+        assert tuple(one for one in order if size.stage_of[one.chunk] == stage) == passes
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_a_v_waits_half_as_long_as_one_run_of_layers_in_the_same_memory(n: int) -> None:
+    p = 4
+    plain, v = make_schedule("zb-h1", PipelineSize(p, n)), make_schedule("zb-v", PipelineSize(p, n, 2, is_v=True))
+    halves = [ChunkWork(seconds=(1, 1, 1)) for _ in range(2 * p - 1)]
+    halves[p - 1] = ChunkWork(seconds=(2, 2, 2), kept=(0, 2, 0))
+    budgets = (2.0 * p,) * p
+    whole = PipelineWork(plain.size, (halves[p - 1],) * p, budgets)
+    split = PipelineWork(v.size, tuple(halves), budgets)
+    busy_s = 6 * n
+    assert seconds_of(split, v) - busy_s <= (seconds_of(whole, plain) - busy_s) / 2
 
 
 def test_two_chunks_on_two_stages() -> None:
@@ -112,7 +134,7 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
 def test_wrong_names_and_counts_are_refused() -> None:
     with pytest.raises(ShardingError, match=r"no schedule `xy`\. Choose one of `1f1b`, `1f1b-interleaved`, `gpipe`"):
         make_schedule("xy", PipelineSize(2, 2))
-    with pytest.raises(ShardingError, match=r"`gpipe` needs consecutive layers.*but `n_chunks=2`"):
+    with pytest.raises(ShardingError, match=r"`gpipe` needs consecutive layers.*; got .*n_chunks=2"):
         make_schedule("gpipe", PipelineSize(2, 2, 2))
     for counts in ((0, 1), (1, 0), (1, 1, 0)):
         with pytest.raises(ShardingError, match="Set `n_stages`, `n_micro_batches` and `n_chunks` to at least 1; got"):

@@ -39,10 +39,11 @@ from tests.runtime.move_programs import moving
 from tests.test_numeric_matrix import pipeline, serial_run
 
 
-def test_three_steps_of_four_stages_equal_the_serial_run() -> None:
+@pytest.mark.parametrize(("n_stages", "schedule"), [(4, "gpipe"), (2, "zb-v")])
+def test_three_steps_of_several_stages_equal_the_serial_run(n_stages: int, schedule: str) -> None:
     case, state, expected_metrics, final = serial_run("mlp")
-    with in_process_session(4, 1):
-        step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=pipeline(4, "gpipe"))
+    with in_process_session(n_stages, 1):
+        step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=pipeline(n_stages, schedule))
         for i, expected in enumerate(expected_metrics):
             state, metrics = step(state, case.make_batch(i, case.batch_size))
             assert_allclose(metrics, expected, rtol=2e-4, atol=1e-6)

@@ -29,8 +29,15 @@ from tests.test_numeric_matrix import SIZES, pipeline, serial_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
-#: (meshes, hosts of each, devices of each host).
-ARRANGEMENTS = [(2, 2, 2), (1, 1, 3), (1, 2, 4), (4, 1, 2), (2, 1, 3), (4, 2, 1)]
+#: (meshes, hosts of each, devices of each host) -> schedule.
+SCHEDULES = {
+    (2, 2, 2): "1f1b",
+    (1, 1, 3): "",
+    (1, 2, 4): "",
+    (4, 1, 2): "gpipe",
+    (2, 1, 3): "zb-v",
+    (4, 2, 1): "zb-h1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +50,13 @@ def arrangement(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[tu
     minialpa.shutdown()
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, indirect=True, ids=str)
+@pytest.mark.parametrize("arrangement", SCHEDULES, indirect=True, ids=str)
 @pytest.mark.parametrize("name", SIZES)
 def test_three_steps_equal_the_serial_run(arrangement: tuple[int, int, int], name: str) -> None:
     n_meshes, n_hosts, n_devices = arrangement
     case, state, expected_metrics, final = serial_run(name)
-    schedule, n_micro_batches = "gpipe" if n_hosts == 1 else "1f1b", 1 if name == "resnet" else 4
-    method: Any = ShardParallel() if n_meshes == 1 else pipeline(n_meshes, schedule, n_micro_batches)
+    schedule, n_micro_batches = SCHEDULES[arrangement], 1 if name == "resnet" else 4
+    method: Any = pipeline(n_meshes, schedule, n_micro_batches) if schedule else ShardParallel()
     step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
     for i, expected in enumerate(expected_metrics):
         state, metrics = step(state, case.make_batch(i, case.batch_size))
