@@ -115,7 +115,7 @@ def _row(schedule: str, n: int, repeats: int, params: Any, x: Any) -> dict[str, 
         with _slow(seconds):
             method = replace(planned, schedule=timed.schedule, orders=timed.orders)
             step = minialpa.parallelize(_step, method=method, donate_argnums=())
-            calls = {schedule: lambda: jax.device_get(step(params, x)[1])}
+            calls = {schedule: lambda: jax.device_get(step(params, x))}
             taken = interleaved(calls, repeats, warm_up=1)[schedule]
     finally:
         minialpa.shutdown()

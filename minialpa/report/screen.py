@@ -188,7 +188,9 @@ def _pipeline_lines(plan: Plan, *, full: bool) -> Iterator[str]:
     if len(plan.stages) == 1:
         return
     timeline = simulate(plan)
-    yield f"Pipeline  {_LETTERS['forward']} forward  {_LETTERS['backward']} backward  {_LETTERS['update']} update"
+    splits = any(one.kind == "weights" for stage in plan.stages for one in stage.passes)
+    kinds = ("forward", "backward", *(["weights"] if splits else []), "update")
+    yield f"Pipeline  {'  '.join(f'{_LETTERS[kind]} {kind}' for kind in kinds)}"
     for k, stage in enumerate(timeline.stages[: len(timeline.stages) if full else _MOST_STAGES]):
         yield f"  stage {k:<2} {_lane(stage.passes, timeline.total_s, _WIDTH - 12)}"
 

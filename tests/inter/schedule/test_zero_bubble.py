@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import minialpa
 from minialpa import AutoLayerOption, ClusterSpec, PipeshardParallel, UniformStageOption
+from minialpa.errors import VerifyError
 from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.staging.staged_step import realise
 from minialpa.options import Remat
@@ -37,15 +39,16 @@ def arguments() -> Any:
     return [layer] * N_STAGES, jax.ShapeDtypeStruct((8 * 1024, WIDTH), jnp.float32)
 
 
-def planned(schedule: str, remat: Remat = "none") -> Plan:
+def planned(schedule: str, remat: Remat = "none", n_chunks: int = 1) -> Plan:
+    n_stages = N_STAGES // n_chunks
     method = PipeshardParallel(
         num_micro_batches=8,
         pipeline_schedule=schedule,
         layer_option=AutoLayerOption(layer_num=N_STAGES, remat=remat),
-        stage_option=UniformStageOption(num_stages=N_STAGES),
+        stage_option=UniformStageOption(num_stages=n_stages, num_chunks=n_chunks),
     )
     return minialpa.plan(
-        step, arguments(), cluster=ClusterSpec.preset("h100", devices_per_host=N_STAGES), method=method
+        step, arguments(), cluster=ClusterSpec.preset("h100", devices_per_host=n_stages), method=method
     )
 
 
@@ -88,3 +91,20 @@ def test_stages_wait_less_and_keep_as_many_micro_batches_as_there_are_stages() -
     assert [stage.peak_live for stage in before.stages] == [4, 3, 2, 1]
     for stage, timeline in zip(split.stages, after.stages, strict=True):
         assert timeline.peak_bytes == pytest.approx(stage.peak_bytes, rel=0.02)
+
+
+def test_a_plan_has_the_order_for_its_seconds_and_memory() -> None:
+    named, made = planned("zb-v", n_chunks=2), planned("zb", n_chunks=2)
+    assert [stage.layers for stage in named.stages] == [stage.layers for stage in made.stages] == [(0, 3), (1, 2)]
+    assert made.orders and made.cost.total_s < 0.97 * named.cost.total_s
+    for plan in (named, made):
+        timeline = simulate(plan)
+        assert plan.cost.total_s == pytest.approx(timeline.total_s)
+        assert [stage.peak_bytes for stage in timeline.stages] == pytest.approx(list(plan.cost.peak_bytes), rel=0.02)
+    assert "forward  █ backward  ▓ weights" in made.summary()
+
+    # The file of a plan has the order, which is checked against the step.
+    assert Plan.from_json(made.to_json()) == made
+    wrong = dataclasses.replace(made, orders=(made.orders[0], made.orders[1].replace("w0.1 ", "")))
+    with pytest.raises(VerifyError, match=r"orders.*The order of stage 1 needs the passes f0\.1 to f7\.1"):
+        realise(trace(step, *arguments()), wrong)
