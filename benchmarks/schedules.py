@@ -55,7 +55,8 @@ def schedules(size: Size) -> Rows:
     rng = random.Random(0)
     ratios: dict[str, list[float]] = {}
     taken_s: dict[str, float] = {}
-    for _ in range(500 if size == "full" else 5):
+    n_pipelines = 500 if size == "full" else 5
+    for _ in range(n_pipelines):
         made_s, least_named_s = [], []
         for layout, work in _pipelines(rng).items():
             start_s = time.perf_counter()
@@ -74,7 +75,7 @@ def schedules(size: Size) -> Rows:
             "median": statistics.median(one),
             "90_percent": statistics.quantiles(one, n=10)[-1],
             "most": max(one),
-            "s_each": taken_s.get(what.split(", ")[0], 0.0) / len(one),
+            "s_each": taken_s.get(what.split(", ")[0], 0.0) / n_pipelines,
         }
         for what, one in ratios.items()
     ]
