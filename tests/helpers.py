@@ -10,19 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from minialpa.cluster import LogicalMesh
 from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.recording import record_equations
+from minialpa.intra.shard_arrays import shard_program
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.combining import ALONE
 from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.ir.equations import is_literal, shape_of
 from minialpa.methods import Method, PipeshardParallel, ShardParallel
-from minialpa.sharding import EquationSpecs, Spec
+from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
 from minialpa.testing import assert_allclose
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import flatten_calls
@@ -88,6 +91,16 @@ def program_of(eqn: JaxprEqn, chosen: EquationSpecs, mesh: LogicalMesh) -> Shard
         out_specs=tuple(replicated[v] for v in results),
         mesh=mesh,
     )
+
+
+def compiled_shards(program: ShardedEquations, operands: list[Any]) -> Any:
+    """From whole arrays to whole arrays, on the first devices of this machine."""
+    mesh_shape = program.mesh.shape
+    devices = np.array(jax.devices()[: program.mesh.n_devices]).reshape(mesh_shape)
+    names = AXIS_NAMES[: len(mesh_shape)]
+    replicated = NamedSharding(Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names)), P())
+    fun = jax.jit(shard_program(program), in_shardings=replicated, out_shardings=replicated)
+    return fun.lower(*operands).compile()
 
 
 def run_split(split: SplitStep, args: Any) -> Any:

@@ -46,7 +46,7 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
     query, key, value, *others = operands
     problem = _problem(query, key, value, others, kind)
     shrink = _shrink(problem)
-    maximum, total, mixed = _walk(replace(problem, value=problem.value * shrink))
+    maximum, total, mixed = _walk(replace(problem, value_scale=shrink))
 
     # Without a score above -inf, total is 0 and the result NaN, as in a written softmax.
     out = problem.rows.unpad(mixed / total[..., None] / shrink, 3)
@@ -69,6 +69,17 @@ def differentiate(
     problem = _problem(query, key, value, others, kind)
     rows = _rows_of_gradient(problem, out, logsumexp, out_bar)
     requested = [n for n, is_requested in enumerate(with_bias_gradient) if is_requested]
+    results = _gradients(problem, rows, requested, dtypes[1:3])
+    return [x.astype(dtype) for x, dtype in zip(results, dtypes, strict=True)]
+
+
+def _gradients(
+    problem: _BlockedArrays, rows: _Rows, requested: Sequence[int], dtypes: Sequence[Any] | None = None
+) -> list[jax.Array]:
+    """query_bar [b t g r d], key_bar [b s g d], value_bar [b s g e], then cotangents of the requested biases.
+
+    dtypes: of key_bar and value_bar, which have the dtype of the sums by default.
+    """
     bias_bars = [jnp.zeros(problem.biases[n].shape, problem.dtype) for n in requested]
 
     def add_row(j: Any, i: Any, carry: Any) -> Any:
@@ -79,30 +90,99 @@ def differentiate(
         return query_bar, bias_bars, key_bar + key_block, value_bar + value_block
 
     def add_column(carry: Any, j: Any) -> Any:
-        key_zeros, value_zeros = (jnp.zeros_like(problem.columns.cut(x, 0, 2)) for x in (problem.key, problem.value))
-        *carry, key_bar, value_bar = _loop(
+        key_zeros, value_zeros = jnp.zeros_like(problem.keys(0)), jnp.zeros_like(problem.values(0))
+        *carry, key_bar, value_bar = loop(
             problem.rows.n_blocks, functools.partial(add_row, j), (*carry, key_zeros, value_zeros)
         )
-        return tuple(carry), (key_bar, value_bar)
+        # Rounded block by block, so that no array of the sums' dtype has all keys.
+        bars = (key_bar, value_bar) if dtypes is None else (key_bar.astype(dtypes[0]), value_bar.astype(dtypes[1]))
+        return tuple(carry), bars
 
     carry, (key_bar, value_bar) = _scan(
-        problem.columns.n_blocks, add_column, (jnp.zeros_like(problem.query), bias_bars)
+        problem.columns.n_blocks, add_column, (jnp.zeros(problem.query.shape, problem.dtype), bias_bars)
     )
     query_bar, bias_bars = carry
     query_bar = problem.rows.unpad(query_bar, 3).transpose(0, 3, 1, 2, 4)
     key_bar, value_bar = (
         problem.columns.unpad(problem.columns.join(x, 2), 2).transpose(0, 2, 1, 3) for x in (key_bar, value_bar)
     )
-    bias_bars = [problem.unpad(bar) for bar in bias_bars]
-    results = (query_bar, key_bar, value_bar, *bias_bars)
-    return [x.astype(dtype) for x, dtype in zip(results, dtypes, strict=True)]
+    return [query_bar, key_bar, value_bar, *(problem.unpad(bar) for bar in bias_bars)]
+
+
+# ---- some of the keys ------------------------------------------------------------------------------------------------
+
+#: `State` of the keys so far, for queries [b t g r]. `mixed` has values times `shrink_for`.
+Sums = State
+
+
+def first_sums(query: jax.Array, value: jax.Array) -> Sums:
+    dtype = functools.reduce(np.promote_types, (query.dtype, value.dtype), np.dtype(np.float32))
+    rows = query.shape[:-1]
+    return jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, value.shape[-1]), dtype)
+
+
+def add_keys(
+    queries: Sequence[jax.Array], keys: Sequence[jax.Array], sums: Sums, *, kind: AttentionKind, n_keys: int
+) -> Sums:
+    """Of an attention without biases and masks.
+
+    queries: [b t g r d], and with a window positions [1 t]; then segments [b t g r 1].
+    keys: key and value, and with a window positions [1 s]; then segments [b s g r 1].
+    n_keys: in the whole attention.
+    """
+    (query, *query_at), (key, value, *key_at) = queries, keys
+    problem = _problem(query, key, value, _others(query_at, key_at, kind), kind)
+    maximum, total, mixed = (problem.rows.pad(jnp.moveaxis(x, 1, 3), 3) for x in sums)
+    state = _walk(replace(problem, value_scale=shrink_for(n_keys)), (maximum, total, mixed))
+    maximum, total, mixed = (jnp.moveaxis(problem.rows.unpad(x, 3), 3, 1) for x in state)
+    return maximum, total, mixed
+
+
+def _others(queries: Sequence[jax.Array], keys: Sequence[jax.Array], kind: AttentionKind) -> list[jax.Array]:
+    """As in the primitives, from arrays with positions in dimension 1."""
+    n = kind.n_positions // 2
+    others = [x[0] for x in (*queries[:n], *keys[:n])]
+    for query, key in zip(queries[n:], keys[n:], strict=True):
+        others += [jnp.moveaxis(query, 1, 3), jnp.moveaxis(key, 1, 4)]
+    return others
+
+
+def joined(sums: Sums, out: jax.Array, logsumexp: jax.Array, n_keys: int) -> Sums:
+    """With results for other keys."""
+    old, total, mixed = sums
+    maximum = jnp.maximum(old, logsumexp)
+    shift = _finite_or_zero(maximum)
+    old_weight, weight = jnp.exp(old - shift), jnp.exp(logsumexp - shift)
+    new = (weight * shrink_for(n_keys))[..., None] * out.astype(mixed.dtype)
+    return maximum, old_weight * total + weight, old_weight[..., None] * mixed + new
+
+
+def results_of(sums: Sums, n_keys: int) -> tuple[jax.Array, jax.Array]:
+    """out and logsumexp."""
+    maximum, total, mixed = sums
+    return mixed / total[..., None] / shrink_for(n_keys), _finite_or_zero(maximum) + jnp.log(total)
+
+
+def shrink_for(n_keys: int) -> float:
+    """A power of 2, so that sums of finite values are finite."""
+    return 2.0 ** -math.ceil(math.log2(2 * max(n_keys, 1)))
+
+
+def gradients_of_keys(queries: Sequence[jax.Array], keys: Sequence[jax.Array], *, kind: AttentionKind) -> Any:
+    """Parts of query_bar, key_bar and value_bar, in the dtype of the sums.
+
+    queries: query, out, logsumexp, factor [b t g r], out_bar, positions, segments; p = exp(score - logsumexp) factor.
+    """
+    (query, out, logsumexp, factor, out_bar, *query_at), (key, value, *key_at) = queries, keys
+    problem = _problem(query, key, value, _others(query_at, key_at, kind), kind)
+    return tuple(_gradients(problem, _rows_of_gradient(problem, out, logsumexp, out_bar, factor), ()))
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Axis:
+class Axis:
     """`length` positions in blocks of one length, the last of which may end with padding."""
 
     length: int
@@ -135,6 +215,9 @@ class _Axis:
             return x + block
         return lax.dynamic_update_slice_in_dim(x, self.cut(x, i, dim) + block, i * self.block, dim)
 
+    def put(self, x: jax.Array, block: jax.Array, i: Any, dim: int) -> jax.Array:
+        return block if self.n_blocks == 1 else lax.dynamic_update_slice_in_dim(x, block, i * self.block, dim)
+
     def join(self, blocks: jax.Array, dim: int) -> jax.Array:
         """Blocks [i ...], concatenated along `dim`."""
         moved = jnp.moveaxis(blocks, 0, dim)
@@ -148,14 +231,20 @@ class _Axis:
         return exists
 
 
-def _axis(length: int, side: int) -> _Axis:
+def _axis(length: int, side: int) -> Axis:
     """Blocks of at most `side`: of a large divisor of `length` if there is one, else padded."""
     fewest = max(1, -(-length // side))
     n_blocks = next((n for n in range(fewest, 2 * fewest) if length % n == 0), fewest)
-    return _Axis(length=length, n_blocks=n_blocks, block=-(-length // n_blocks))
+    return Axis(length=length, n_blocks=n_blocks, block=-(-length // n_blocks))
 
 
-def _axes(n_queries: int, n_keys: int, n_heads: int) -> tuple[_Axis, _Axis]:
+def pieces(length: int, side: int) -> Axis:
+    """At most `side` positions in each, or all `length` without a divisor."""
+    found = _axis(length, side)
+    return _axis(length, length) if found.is_padded else found
+
+
+def _axes(n_queries: int, n_keys: int, n_heads: int) -> tuple[Axis, Axis]:
     """Of queries and of keys. If one side is short, as in decoding, the other has long blocks."""
     side = SIDE
     while side > SMALLEST_SIDE and n_heads * side * side > MOST_SCORES:
@@ -172,22 +261,38 @@ class _BlockedArrays:
         rows, columns: blocks of queries and of keys.
         query: [b g r t d].
         key: [b g s d].
-        value: [b g s e].
+        value: [b g s e]; these three in their own dtypes, of which blocks are converted to `dtype`.
         positions: of queries [t] and keys [s], or empty.
+        segments: pairs of [b g r t 1] and [b g r 1 s], each dimension of which may have length 1.
         biases: [b g r t s], each dimension of which may have length 1; in their own dtypes.
         masks: the same, of bools.
     """
 
     kind: AttentionKind
     dtype: np.dtype[Any]
-    rows: _Axis
-    columns: _Axis
+    rows: Axis
+    columns: Axis
     query: jax.Array
     key: jax.Array
     value: jax.Array
     positions: Sequence[jax.Array]
+    segments: Sequence[tuple[jax.Array, jax.Array]]
     biases: Sequence[jax.Array]
     masks: Sequence[jax.Array]
+    value_scale: jax.Array | float | None = None
+
+    def queries(self, i: Any) -> jax.Array:
+        return self.rows.cut(self.query, i, 3).astype(self.dtype)
+
+    def keys(self, j: Any) -> jax.Array:
+        return self.columns.cut(self.key, j, 2).astype(self.dtype)
+
+    def values(self, j: Any) -> jax.Array:
+        return self.scaled_value(self.columns.cut(self.value, j, 2))
+
+    def scaled_value(self, x: jax.Array) -> jax.Array:
+        x = x.astype(self.dtype)
+        return x if self.value_scale is None else x * self.value_scale
 
     @property
     def masked_score(self) -> jax.Array:
@@ -219,13 +324,13 @@ class _BlockedArrays:
 
     def scores(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None]:
         """[b g r t s] of a pair of blocks, and the mask of visible ones; None for all."""
-        query, key = self.rows.cut(self.query, i, 3), self.columns.cut(self.key, j, 2)
-        score = self.rounded(_product(query, key, ((4,), (3,))), "product")
+        score = self.rounded(_product(self.queries(i), self.keys(j), ((4,), (3,))), "product")
         score = self.rounded(self.scaled(score), "scale")
         for bias in self.biases:
             score = score + self.cut(bias, i, j).astype(self.dtype)
 
         conditions = [self.cut(mask, i, j) for mask in self.masks] + self._window(i, j)
+        conditions += [self.cut(queries, i, j) == self.cut(keys, i, j) for queries, keys in self.segments]
         if conditions:
             score = jnp.where(functools.reduce(jnp.logical_and, conditions), score, self.masked_score)
 
@@ -246,12 +351,18 @@ class _BlockedArrays:
         return bounds + ([ahead <= self.kind.right] if self.kind.right is not None else [])
 
     def some_seen(self, i: Any, j: Any) -> jax.Array | None:
-        """False only if the window hides block j of keys from block i of queries; None if unknown."""
-        if not self.positions or self.rows.n_blocks * self.columns.n_blocks == 1:
+        """False only if block j of keys is hidden from block i of queries by window or segments; None if unknown."""
+        if not (self.positions or self.segments) or self.rows.n_blocks * self.columns.n_blocks == 1:
             return None
-        queries, keys = self._block_positions(i, j)
-        bounds = [keys.max() - queries.min() >= -self.kind.left] if self.kind.left is not None else []
-        bounds += [keys.min() - queries.max() <= self.kind.right] if self.kind.right is not None else []
+        bounds = []
+        if self.positions:
+            queries, keys = self._block_positions(i, j)
+            bounds += [keys.max() - queries.min() >= -self.kind.left] if self.kind.left is not None else []
+            bounds += [keys.min() - queries.max() <= self.kind.right] if self.kind.right is not None else []
+        for pair in self.segments:
+            queries, keys = (self.cut(x, i, j) for x in pair)
+            least, most = (functools.partial(f, axis=(3, 4)) for f in (jnp.min, jnp.max))
+            bounds.append(((least(queries) <= most(keys)) & (least(keys) <= most(queries))).any())
         return functools.reduce(jnp.logical_and, bounds)
 
     def _block_positions(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
@@ -261,9 +372,11 @@ class _BlockedArrays:
 def _problem(
     query: jax.Array, key: jax.Array, value: jax.Array, others: Sequence[Any], kind: AttentionKind
 ) -> _BlockedArrays:
-    """others: positions, biases and masks, in this order."""
-    n, end = kind.n_positions, kind.n_positions + kind.n_biases
-    positions, biases, masks = others[:n], others[n:end], others[end:]
+    """others: positions, segments, biases and masks, in this order."""
+    n = kind.n_positions
+    first_bias = n + 2 * kind.n_segments
+    end = first_bias + kind.n_biases
+    positions, segments, biases, masks = others[:n], others[n:first_bias], others[first_bias:end], others[end:]
     dtype = np.dtype(np.float32)
     for x in (query, key, value, *biases):
         dtype = np.promote_types(dtype, x.dtype)
@@ -275,36 +388,50 @@ def _problem(
         dtype=dtype,
         rows=rows,
         columns=columns,
-        query=rows.pad(query.transpose(0, 2, 3, 1, 4).astype(dtype), 3),
-        key=columns.pad(key.transpose(0, 2, 1, 3).astype(dtype), 2),
-        value=columns.pad(value.transpose(0, 2, 1, 3).astype(dtype), 2),
-        positions=[_pad_positions(axis, x) for axis, x in zip((rows, columns), positions, strict=False)],
+        query=rows.pad(query.transpose(0, 2, 3, 1, 4), 3),
+        key=columns.pad(key.transpose(0, 2, 1, 3), 2),
+        value=columns.pad(value.transpose(0, 2, 1, 3), 2),
+        positions=[_pad_last(axis, x, 0) for axis, x in zip((rows, columns), positions, strict=False)],
+        segments=[
+            (_pad_last(rows, queries, 3), _pad_last(columns, keys, 4))
+            for queries, keys in zip(segments[::2], segments[1::2], strict=True)
+        ],
         biases=[columns.pad(rows.pad(x, 3), 4) for x in biases],
         masks=[columns.pad(rows.pad(x, 3), 4) for x in masks],
     )
 
 
-def _pad_positions(axis: _Axis, positions: jax.Array) -> jax.Array:
-    """Padding repeats the last position, which keeps the bounds of the block."""
+def _pad_last(axis: Axis, x: jax.Array, dim: int) -> jax.Array:
+    """Padding repeats the last entry, which keeps the bounds of the block."""
     n_padded = axis.n_blocks * axis.block - axis.length
-    return jnp.pad(positions, (0, n_padded), mode="edge") if n_padded else positions
+    if not n_padded or x.shape[dim] == 1:
+        return x
+    widths = [(0, n_padded if d == dim else 0) for d in range(x.ndim)]
+    return jnp.pad(x, widths, mode="edge")
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def _walk(problem: _BlockedArrays) -> State:
-    """maximum and total [b g r t] and mixed [b g r t e] of all queries, padding included."""
+def _walk(problem: _BlockedArrays, first: State | None = None) -> State:
+    """maximum and total [b g r t] and mixed [b g r t e] of all queries, padding included.
+
+    first: of earlier keys.
+    """
     value_sums = _value_sums(problem)
 
     def row(i: Any) -> State:
+        add = functools.partial(_add_pair, problem, value_sums, i)
+        if first is not None:
+            maximum, total, mixed = (problem.rows.cut(x, i, 3) for x in first)
+            return loop(problem.columns.n_blocks, add, (maximum, total, mixed))
         b, g, r, t, _ = problem.rows.cut(problem.query, 0, 3).shape
         start = (
             jnp.full((b, g, r, t), -jnp.inf, problem.dtype),
             jnp.zeros((b, g, r, t), problem.dtype),
             jnp.zeros((b, g, r, t, problem.value.shape[-1]), problem.dtype),
         )
-        return _loop(problem.columns.n_blocks, functools.partial(_add_pair, problem, value_sums, i), start)
+        return loop(problem.columns.n_blocks, add, start)
 
     _, blocks = _scan(problem.rows.n_blocks, lambda carry, i: (carry, row(i)), ())
     maximum, total, mixed = (problem.rows.join(x, 3) for x in blocks)
@@ -331,7 +458,7 @@ def _add_scores(problem: _BlockedArrays, i: Any, j: Any, state: State) -> State:
     shift = _finite_or_zero(maximum)
     weight = jnp.exp(score - shift[..., None])
     old_weight = jnp.exp(old - shift)
-    new = _product(weight, problem.columns.cut(problem.value, j, 2), ((4,), (2,)))
+    new = _product(weight, problem.values(j), ((4,), (2,)))
     return maximum, old_weight * total + weight.sum(axis=-1), old_weight[..., None] * mixed + new
 
 
@@ -348,15 +475,17 @@ def _add_masked(problem: _BlockedArrays, j: Any, value_sums: jax.Array, state: S
 
 def _shrink(problem: _BlockedArrays) -> jax.Array:
     """1, or a smaller power of 2 if the sum of the values before the division would be infinite."""
-    power = math.ceil(math.log2(2 * max(problem.columns.length, 1)))
-    limit = jnp.finfo(problem.dtype).max * 2.0**-power
-    return jnp.where((jnp.abs(problem.value) > limit).any(), 2.0**-power, 1.0).astype(problem.dtype)
+    shrink = shrink_for(problem.columns.length)
+    limit = jnp.finfo(problem.dtype).max * shrink
+    is_large = (jnp.abs(problem.value.astype(problem.dtype)) > limit).any()
+    return jnp.where(is_large, shrink, 1.0).astype(problem.dtype)
 
 
 def _value_sums(problem: _BlockedArrays) -> jax.Array:
     """[b g j e], by block j."""
     b, g, _, e = problem.value.shape
-    return problem.value.reshape(b, g, problem.columns.n_blocks, problem.columns.block, e).sum(axis=3)
+    value = problem.scaled_value(problem.value)
+    return value.reshape(b, g, problem.columns.n_blocks, problem.columns.block, e).sum(axis=3)
 
 
 def _finite_or_zero(maximum: jax.Array) -> jax.Array:
@@ -373,7 +502,7 @@ class _Rows:
     Attributes:
         shift: [b g r t]; inf for padding, so p is 0.
         factor: [b g r t].
-        out_bar: [b g r t e].
+        out_bar: [b g r t e], in its own dtype.
         inner: [b g r t], sum_e out_bar out; sum_s p p_bar if p_bar may be infinite in float16.
         masked: [b g i e], sum_(r t) p out_bar of a masked key, for each block of queries.
     """
@@ -385,11 +514,17 @@ class _Rows:
     masked: jax.Array
 
 
-def _rows_of_gradient(problem: _BlockedArrays, out: jax.Array, logsumexp: jax.Array, out_bar: jax.Array) -> _Rows:
+def _rows_of_gradient(
+    problem: _BlockedArrays,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    out_bar: jax.Array,
+    known_factor: jax.Array | None = None,
+) -> _Rows:
     dtype, pad = problem.dtype, problem.rows.pad
     # Before the transpose, which would copy the result.
     inner = pad((out_bar.astype(dtype) * out.astype(dtype)).sum(axis=-1).transpose(0, 2, 3, 1), 3)
-    out_bar = pad(out_bar.transpose(0, 2, 3, 1, 4).astype(dtype), 3)
+    out_bar = pad(out_bar.transpose(0, 2, 3, 1, 4), 3)
     logsumexp = pad(logsumexp.transpose(0, 2, 3, 1).astype(dtype), 3, math.inf)
 
     # Two rare cases recompute maximum and total. A logsumexp far from 0 is too coarse: without visible keys, it may be
@@ -399,29 +534,35 @@ def _rows_of_gradient(problem: _BlockedArrays, out: jax.Array, logsumexp: jax.Ar
         is_padding = logsumexp == jnp.inf
         return jnp.where(is_padding, logsumexp, maximum), jnp.where(is_padding, 1, 1 / total)
 
+    if known_factor is not None:
+        shift, factor = logsumexp, pad(known_factor.transpose(0, 2, 3, 1).astype(dtype), 3)
+        masked = _masked(problem, shift, factor, out_bar)
+        return _Rows(shift=shift, factor=factor, out_bar=out_bar, inner=inner, masked=masked)
+
     is_coarse = (jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > COARSE)).any()
     overflows = _may_overflow(problem, out_bar)
     shift, factor = lax.cond(is_coarse | overflows, recomputed, lambda: (logsumexp, jnp.ones_like(logsumexp)))
     if "p_bar" in problem.kind.float16:
         inner = lax.cond(overflows, lambda: _inner_sums(problem, shift, factor, out_bar), lambda: inner)
 
-    masked = (problem.rounded(jnp.exp(problem.masked_score - shift), "softmax") * factor)[..., None] * out_bar
+    masked = _masked(problem, shift, factor, out_bar)
+    return _Rows(shift=shift, factor=factor, out_bar=out_bar, inner=inner, masked=masked)
+
+
+def _masked(problem: _BlockedArrays, shift: jax.Array, factor: jax.Array, out_bar: jax.Array) -> jax.Array:
+    """`_Rows.masked`."""
+    weight = problem.rounded(jnp.exp(problem.masked_score - shift), "softmax") * factor
+    masked = weight[..., None] * out_bar.astype(problem.dtype)
     b, g, r, _, e = masked.shape
-    blocks = masked.reshape(b, g, r, problem.rows.n_blocks, problem.rows.block, e)
-    return _Rows(
-        shift=shift,
-        factor=factor,
-        out_bar=out_bar,
-        inner=inner,
-        masked=blocks.sum(axis=(2, 4)),
-    )
+    return masked.reshape(b, g, r, problem.rows.n_blocks, problem.rows.block, e).sum(axis=(2, 4))
 
 
 def _may_overflow(problem: _BlockedArrays, out_bar: jax.Array) -> jax.Array:
     """False only if p_bar and its differences are within the range of float16."""
     if "p_bar" not in problem.kind.float16:
         return jnp.asarray(False)
-    cotangent, value = (jnp.sqrt((x * x).sum(axis=-1).max(initial=0)) for x in (out_bar, problem.value))
+    squares = (jnp.square(x.astype(problem.dtype)) for x in (out_bar, problem.value))
+    cotangent, value = (jnp.sqrt(x.sum(axis=-1).max(initial=0)) for x in squares)
     return ~(cotangent * value < 0.5 * float(jnp.finfo(jnp.float16).max))
 
 
@@ -436,9 +577,9 @@ def _inner_sums(problem: _BlockedArrays, shift: jax.Array, factor: jax.Array, ou
         return problem.rows.add(inner, terms.sum(axis=-1), i, 3)
 
     def add_row(i: Any, inner: jax.Array) -> jax.Array:
-        return _loop(problem.columns.n_blocks, functools.partial(add_block, i), inner)
+        return loop(problem.columns.n_blocks, functools.partial(add_block, i), inner)
 
-    return _loop(problem.rows.n_blocks, add_row, jnp.zeros_like(shift))
+    return loop(problem.rows.n_blocks, add_row, jnp.zeros_like(shift))
 
 
 def _weights(
@@ -447,7 +588,8 @@ def _weights(
     """exp(score - shift) and p_bar of a pair of blocks, and the mask of `scores`."""
     score, seen = problem.scores(i, j)
     weight = jnp.exp(score - problem.rows.cut(shift, i, 3)[..., None])
-    p_bar = _product(problem.rows.cut(out_bar, i, 3), problem.columns.cut(problem.value, j, 2), ((4,), (3,)))
+    cotangent = problem.rows.cut(out_bar, i, 3).astype(problem.dtype)
+    p_bar = _product(cotangent, problem.values(j), ((4,), (3,)))
     return problem.rounded(weight, "softmax"), problem.rounded(p_bar, "p_bar"), seen
 
 
@@ -461,7 +603,7 @@ def _pair_gradient(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int
 
     def masked() -> Any:
         # A score_bar of 0 times a factor is 0, or NaN if the factor is infinite or NaN.
-        query, key = problem.rows.cut(problem.query, i, 3), problem.columns.cut(problem.key, j, 2)
+        query, key = problem.queries(i), problem.keys(j)
         query_bar, key_bar, value_bar, bias_bars = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         query_bar += (0 * key).sum(axis=2)[:, :, None, None]
         key_bar += (0 * query).sum(axis=(2, 3))[:, :, None]
@@ -472,8 +614,7 @@ def _pair_gradient(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int
 
 def _gradient_of_scores(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int], i: Any, j: Any) -> Any:
     cut = problem.rows.cut
-    out_bar, query = cut(rows.out_bar, i, 3), cut(problem.query, i, 3)
-    key = problem.columns.cut(problem.key, j, 2)
+    out_bar, query, key = cut(rows.out_bar, i, 3).astype(problem.dtype), problem.queries(i), problem.keys(j)
     factor, inner = (cut(x, i, 3)[..., None] for x in (rows.factor, rows.inner))
 
     weight, p_bar, seen = _weights(problem, rows.shift, rows.out_bar, i, j)
@@ -521,7 +662,7 @@ def _outer(fun: Callable[[jax.Array, jax.Array], jax.Array], queries: jax.Array,
     return fun(queries[:, None], keys[None, :])[None, None, None]
 
 
-def _loop(n: int, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+def loop(n: int, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
     last: Carry
     last, _ = _scan(n, lambda carry, i: (body(i, carry), None), carry)
     return last

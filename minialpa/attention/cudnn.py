@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from minialpa.attention import blockwise
 from minialpa.attention.kind import AttentionKind
 from minialpa.support.private_jax import CudnnAttention, cudnn_attention, cudnn_attention_gradient, cudnn_version
 
-Compute = Callable[[], list[jax.Array]]
+Results = TypeVar("Results")
 
 #: Older versions of cuDNN have no window, or faults with it.
 OLDEST = 90700
@@ -43,7 +43,7 @@ KERNEL_SCOPE = "attention_with_kernel"
 
 @functools.partial(jax.jit, static_argnames="kind")
 def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
-    plain: Compute = functools.partial(blockwise.attend, *operands, kind=kind)
+    plain: Callable[[], list[jax.Array]] = functools.partial(blockwise.attend, *operands, kind=kind)
     query, key, value, *others = operands
     if not takes(query, key, value, kind):
         return plain()
@@ -51,9 +51,7 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
     def run(known: CudnnAttention) -> list[jax.Array]:
         out, logsumexp = cudnn_attention(_joined_heads(query), key, value, known)
         results = [out.reshape(query.shape), logsumexp.transpose(0, 2, 1).reshape(query.shape[:-1])]
-        if not known.is_causal or kind.masked_score == -math.inf:
-            return results
-        return _run_either(_masked_weigh_nothing(results[1], kind, key), lambda: results, plain)
+        return _unless_masked_weigh(known.is_causal, results[1], kind, key.shape[1], lambda: results, plain)
 
     return _with_kernel(run, plain, others, kind)
 
@@ -62,7 +60,7 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
 def differentiate(
     *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], with_bias_gradient: Sequence[bool]
 ) -> list[jax.Array]:
-    plain: Compute = functools.partial(
+    plain: Callable[[], Results] = functools.partial(
         blockwise.differentiate, *operands, kind=kind, dtypes=dtypes, with_bias_gradient=with_bias_gradient
     )
     query, key, value, out, logsumexp, out_bar, *others = operands
@@ -81,11 +79,71 @@ def differentiate(
 
     def run(known: CudnnAttention) -> list[jax.Array]:
         compute = functools.partial(gradient, known)
-        if not known.is_causal or kind.masked_score == -math.inf:
-            return compute()
-        return _run_either(_masked_weigh_nothing(logsumexp, kind, key), compute, plain)
+        return _unless_masked_weigh(known.is_causal, logsumexp, kind, key.shape[1], compute, plain)
 
     return _with_kernel(run, plain, others, kind)
+
+
+def add_keys(
+    queries: Sequence[jax.Array],
+    keys: Sequence[jax.Array],
+    sums: Any,
+    *,
+    kind: AttentionKind,
+    n_keys: int,
+    plain: Callable[..., Any],
+) -> Any:
+    """`sums` for the queries, and `()`; see `blockwise.add_keys`, which `plain` calls."""
+    (query, *query_at), (key, value, *key_at) = queries, keys
+    of_queries, _ = sums
+
+    def run(known: CudnnAttention) -> Any:
+        out, logsumexp = cudnn_attention(_joined_heads(query), key, value, known)
+        logsumexp = logsumexp.transpose(0, 2, 1).reshape(query.shape[:-1])
+        found = blockwise.joined(of_queries, out.reshape(query.shape), logsumexp, n_keys), ()
+        return _unless_masked_weigh(known.is_causal, logsumexp, kind, n_keys, lambda: found, compute)
+
+    def skip() -> Any:
+        logsumexp = of_queries[0] + jnp.log(of_queries[1])
+        return _unless_masked_weigh(True, logsumexp, kind, n_keys, lambda: sums, compute)
+
+    compute = functools.partial(plain, queries, keys, sums)
+    if not takes(query, key, value, kind):
+        return compute()
+    return _with_kernel(run, compute, [x[0] for x in (*query_at, *key_at)], kind, skip)
+
+
+def add_gradients(
+    queries: Sequence[jax.Array],
+    keys: Sequence[jax.Array],
+    sums: Any,
+    *,
+    kind: AttentionKind,
+    n_keys: int,
+    plain: Callable[..., Any],
+) -> Any:
+    """`sums` of cotangents, for the query and for key and value; see `blockwise.gradients_of_keys`."""
+    (query, out, logsumexp, _, out_bar, *query_at), (key, value, *key_at) = queries, keys
+
+    def run(known: CudnnAttention) -> Any:
+        bars = cudnn_attention_gradient(
+            (_joined_heads(query), key, value),
+            _joined_heads(out),
+            logsumexp.reshape(*query.shape[:2], -1).transpose(0, 2, 1),
+            _joined_heads(out_bar),
+            known,
+        )
+        bars = (bars[0].reshape(query.shape),), tuple(bars[1:])
+        found = jax.tree.map(lambda total, bar: total + bar.astype(total.dtype), sums, bars)
+        return _unless_masked_weigh(known.is_causal, logsumexp, kind, n_keys, lambda: found, compute)
+
+    def skip() -> Any:
+        return _unless_masked_weigh(True, logsumexp, kind, n_keys, lambda: sums, compute)
+
+    compute = functools.partial(plain, queries, keys, sums)
+    if not takes(query, key, value, kind) or {x.dtype for x in (out, out_bar)} != {query.dtype}:
+        return compute()
+    return _with_kernel(run, compute, [x[0] for x in (*query_at, *key_at)], kind, skip)
 
 
 def takes(query: Any, key: Any, value: Any, kind: AttentionKind) -> bool:
@@ -95,7 +153,7 @@ def takes(query: Any, key: Any, value: Any, kind: AttentionKind) -> bool:
     """
     if not query.dtype == key.dtype == value.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
         return False
-    if kind.float16 or kind.n_biases or kind.n_masks or not kind.scale > 0:
+    if kind.float16 or kind.n_segments or kind.n_biases or kind.n_masks or not kind.scale > 0:
         return False
     if kind.has_window and (kind.right != 0 or (kind.left is not None and kind.left < 0)):
         return False
@@ -107,16 +165,19 @@ def takes(query: Any, key: Any, value: Any, kind: AttentionKind) -> bool:
 
 
 def _with_kernel(
-    run: Callable[[CudnnAttention], list[jax.Array]],
-    plain: Compute,
+    run: Callable[[CudnnAttention], Results],
+    plain: Callable[[], Results],
     positions: Sequence[jax.Array],
     kind: AttentionKind,
-) -> list[jax.Array]:
-    """`_choose`; without cuDNN, or on GPUs before Ampere, `plain()`."""
+    skip: Callable[[], Results] | None = None,
+) -> Results:
+    """`_choose`, or `_choose_part` with `skip`; without cuDNN, or on GPUs before Ampere, `plain()`."""
     with jax.named_scope(KERNEL_SCOPE):
         # Devices come last: without cuDNN, the process need not start its backend.
         if (cudnn_version() or 0) < OLDEST or _has_old_gpu():
             return plain()
+        if skip is not None:
+            return _choose_part(run, plain, skip, positions, kind)
         return _choose(run, plain, positions, kind)
 
 
@@ -127,11 +188,11 @@ def _has_old_gpu() -> bool:
 
 
 def _choose(
-    run: Callable[[CudnnAttention], list[jax.Array]],
-    plain: Compute,
+    run: Callable[[CudnnAttention], Results],
+    plain: Callable[[], Results],
     positions: Sequence[jax.Array],
     kind: AttentionKind,
-) -> list[jax.Array]:
+) -> Results:
     """`run` uses cuDNN, if the positions allow it."""
     everything = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=False, window=None))
     if not kind.has_window:
@@ -153,15 +214,57 @@ def _choose(
     return _run_either(is_diagonal, diagonal, lambda: _run_either(sees_all, everything, plain))
 
 
-def _run_either(condition: jax.Array, then: Compute, otherwise: Compute) -> list[jax.Array]:
-    results: list[jax.Array] = lax.cond(condition, then, otherwise)
+def _choose_part(
+    run: Callable[[CudnnAttention], Results],
+    plain: Callable[[], Results],
+    skip: Callable[[], Results],
+    positions: Sequence[jax.Array],
+    kind: AttentionKind,
+) -> Results:
+    """`skip()` if the window hides all keys."""
+    everything = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=False, window=None))
+    if not kind.has_window:
+        return everything()
+
+    queries, keys = positions
+    sees_all, sees_none = keys.max() <= queries.min(), keys.min() > queries.max()
+    if kind.left is not None:
+        sees_all &= keys.min() - queries.max() >= -kind.left
+        sees_none |= keys.max() - queries.min() < -kind.left
+    branches: list[Callable[[], Results]] = [plain, skip, everything]
+    number = jnp.where(sees_none, 1, jnp.where(sees_all, 2, 0))
+    if len(queries) == len(keys):
+        steps = lax.iota(np.int32, len(queries))
+        window = None if kind.left is None else kind.left + 1
+        branches.append(functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=True, window=window)))
+        is_diagonal = ((queries == queries[0] + steps) & (keys == queries[0] + steps)).all()
+        number = jnp.where(is_diagonal, 3, number)
+    results: Results = lax.switch(number, branches)
     return results
 
 
-def _masked_weigh_nothing(logsumexp: jax.Array, kind: AttentionKind, key: jax.Array) -> jax.Array:
+def _unless_masked_weigh(
+    has_masked: bool,
+    logsumexp: jax.Array,
+    kind: AttentionKind,
+    n_keys: int,
+    then: Callable[[], Results],
+    otherwise: Callable[[], Results],
+) -> Results:
+    if not has_masked or kind.masked_score == -math.inf:
+        return then()
+    return _run_either(_masked_weigh_nothing(logsumexp, kind, n_keys), then, otherwise)
+
+
+def _run_either(condition: jax.Array, then: Callable[[], Results], otherwise: Callable[[], Results]) -> Results:
+    results: Results = lax.cond(condition, then, otherwise)
+    return results
+
+
+def _masked_weigh_nothing(logsumexp: jax.Array, kind: AttentionKind, n_keys: int) -> jax.Array:
     """Whether masked weights round to 0 in each query's sum; false for NaN."""
     # A query whose largest visible score is m has a logsumexp of at most m + log(n_keys).
-    return (logsumexp > kind.masked_score + NOTHING + math.log(key.shape[1])).all()
+    return (logsumexp > kind.masked_score + NOTHING + math.log(n_keys)).all()
 
 
 def _joined_heads(x: jax.Array) -> jax.Array:

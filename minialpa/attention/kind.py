@@ -19,6 +19,7 @@ class AttentionKind:
         left: number of positions back that a query sees; None for all.
         right: number of positions ahead that a query sees; None for all, 0 for a causal mask.
         masked_score: -inf, or a finite number: then a query without visible keys averages over all keys.
+        n_segments: number of pairs of arrays, of queries and of keys; a score is masked where a pair differs.
         n_masks: number of boolean arrays; a score is masked where one is False.
         float16: the sorted steps in float16, where magnitudes beyond 65504 are infinite.
     """
@@ -27,6 +28,7 @@ class AttentionKind:
     left: int | None = None
     right: int | None = None
     masked_score: float = float("-inf")
+    n_segments: int = 0
     n_biases: int = 0
     n_masks: int = 0
     float16: tuple[Step, ...] = ()

@@ -22,17 +22,20 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from minialpa.attention.operation import in_ring
+from minialpa.attention.ring import Ring
 from minialpa.errors import TraceError, VerifyError
 from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.all_reduce import all_reduce, is_narrow
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
+from minialpa.intra.strategies.rings import ring_axes
 from minialpa.ir.equations import Atom, aval_of, is_extended, is_in_host, is_literal, shape_of, source_line
 from minialpa.ir.op import scope_in_profiles
 from minialpa.rules.factors import Factors
 from minialpa.rules.shards import run_shard
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
-from minialpa.support.private_jax import name_stack
+from minialpa.support.private_jax import name_stack, under_settings_of
 from minialpa.tracing.evaluation import eval_equation
 
 Shape = tuple[int, ...]
@@ -96,6 +99,11 @@ def _run(mesh_shape: Shape, eqn: JaxprEqn, factors: Factors, chosen: EquationSpe
     if eqn.effects and max(mesh_shape) > 1:
         return _run_once(eqn, operands, len(mesh_shape))
 
+    if passing := ring_axes(factors, chosen.operands):
+        results = _run_ring(mesh_shape, eqn, chosen, operands, passing)
+        _check_shapes(eqn, chosen, results, mesh_shape)
+        return results
+
     axes = split_axes(factors, chosen)
     n_splits = {factor: math.prod(mesh_shape[axis] for axis in own) for factor, own in axes.items()}
     # For rules that depend on positions.
@@ -103,6 +111,14 @@ def _run(mesh_shape: Shape, eqn: JaxprEqn, factors: Factors, chosen: EquationSpe
     results = run_shard(eqn, factors, operands, n_splits, parts)
     _check_shapes(eqn, chosen, results, mesh_shape)
     return results
+
+
+def _run_ring(
+    mesh_shape: Shape, eqn: JaxprEqn, chosen: EquationSpecs, operands: list[Any], axes: tuple[int, ...]
+) -> list[Any]:
+    ring = Ring(_names(axes), math.prod(mesh_shape[axis] for axis in axes), chosen.is_balanced)
+    with under_settings_of(eqn):
+        return in_ring(eqn.primitive)(ring, *operands, **eqn.params)
 
 
 def _run_in_order(

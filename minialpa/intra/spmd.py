@@ -27,6 +27,7 @@ from minialpa.intra.strategies.combining import WITH_GRADIENTS, Sharing, sum_gro
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import ReshardStep, forbidden_for, reshard_table
+from minialpa.intra.strategies.rings import passes_of
 from minialpa.intra.strategies.rotation import rotation_of
 from minialpa.ir.equations import Atom, bytes_of, is_literal, operand_vars, shape_of
 from minialpa.ir.repeats import NO_REPEATS, Repeats
@@ -265,7 +266,9 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
             after |= (group == WITH_GRADIENTS) << (len(found) - 1)
         return after
 
-    def run(eqn: JaxprEqn, _: Factors, __: EquationSpecs, operands: Sequence[int]) -> list[int]:
+    def run(eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: Sequence[int]) -> list[int]:
+        for one, atom, times in passes_of(eqn, factors, chosen.operands, program.mesh.shape):
+            found.append(Communication(one, times, None, value=atom, eqn=eqn, n=program.repeats.n_equations(eqn)))
         return [functools.reduce(operator.or_, operands, 0)] * len(eqn.outvars)
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: Sequence[int]) -> list[int]:
@@ -278,7 +281,7 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
 
 
 def split_axes(factors: Factors, chosen: EquationSpecs) -> dict[int, tuple[int, ...]]:
-    """The mesh axes of each split factor of an equation, outermost first."""
+    """The mesh axes of each factor that shares the work of an equation, outermost first."""
     splits: dict[int, tuple[int, ...]] = {}
     for arrays, specs in ((factors.operands, chosen.operands), (factors.results, chosen.made)):
         for dims, spec in zip(arrays, specs, strict=True):
@@ -286,5 +289,6 @@ def split_axes(factors: Factors, chosen: EquationSpecs) -> dict[int, tuple[int, 
                 if axes:
                     leading = factors.leading(dim)
                     assert leading is not None, (dim, axes)
-                    splits[leading] = axes
+                    if leading not in factors.rings.values():
+                        splits[leading] = axes
     return splits

@@ -23,7 +23,7 @@ from minialpa.attention.kind import AttentionKind, Step
 from minialpa.attention.operation import attention_gradient_p, attention_p
 from minialpa.ir.equations import Atom, aval_of, has_all, shape_of
 from minialpa.recognition.indices import FLOATS
-from minialpa.recognition.masks import MaskCondition, MaskReader, Window
+from minialpa.recognition.masks import MaskCondition, MaskReader, SegmentCondition, Window
 from minialpa.recognition.rewrites import SCORE_FEATURE, VALUE_FEATURE
 from minialpa.recognition.terms import Axes, Label, Leaf, NoFormula, Role, Softmax
 from minialpa.tracing.new_equations import equations_for
@@ -50,7 +50,7 @@ class Operands:
 
     Attributes:
         cotangent: of the result; None in the forward pass.
-        parts: the masks outside of `window`.
+        segments, parts: the masks outside of `window`.
         has_float16_bar: whether the gradient computes p_bar in float16.
     """
 
@@ -58,6 +58,7 @@ class Operands:
     value: Leaf
     cotangent: Leaf | None
     window: Window | None
+    segments: tuple[SegmentCondition, ...]
     parts: tuple[MaskCondition, ...]
     sizes: Mapping[Label, int] = field(repr=False)
     has_float16_bar: bool = False
@@ -75,7 +76,8 @@ class Operands:
     def variables(self) -> list[Var]:
         leaves = [self.softmax.query, self.softmax.key, self.value, *(leaf for leaf, _ in self.softmax.scores.biases)]
         cotangent = [] if self.cotangent is None else [self.cotangent]
-        found = [*(leaf.var for leaf in (*leaves, *cotangent)), *(part.var for part in self.parts)]
+        pairs = [side[0] for one in self.segments for side in (one.query, one.key) if not isinstance(side, bool)]
+        found = [*(leaf.var for leaf in (*leaves, *cotangent)), *pairs, *(part.var for part in self.parts)]
         return list(dict.fromkeys(found))
 
     @property
@@ -112,7 +114,8 @@ def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands
     softmax, value, cotangent = role.softmax, role.value, role.cotangent
     if value is None:
         raise NoFormula
-    window, parts = reader(softmax).read(softmax.scores.masks)
+    window, others = reader(softmax).read(softmax.scores.masks)
+    segments, parts = _segments_and_parts(softmax, others)
     if window is not None and window.is_empty:
         raise NoFormula
     is_plain = value.labels <= softmax.labels | {VALUE_FEATURE}
@@ -127,9 +130,24 @@ def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands
     for leaf in leaves:
         sizes |= _named_sizes(leaf.axes, shape_of(leaf.var))
     return Operands(
-        softmax=softmax, value=value, cotangent=cotangent, window=window, parts=parts, sizes=sizes,
-        has_float16_bar=role.has_float16_bar,
+        softmax=softmax, value=value, cotangent=cotangent, window=window, segments=segments, parts=parts,
+        sizes=sizes, has_float16_bar=role.has_float16_bar,
     )  # fmt: skip
+
+
+def _segments_and_parts(
+    softmax: Softmax, conditions: Sequence[MaskCondition | SegmentCondition]
+) -> tuple[tuple[SegmentCondition, ...], tuple[MaskCondition, ...]]:
+    """A mask of keys, as for padding, is a segment of them."""
+    segments, parts = [], []
+    for condition in conditions:
+        if isinstance(condition, SegmentCondition):
+            segments.append(condition)
+        elif not softmax.query_positions & set(condition.axes):
+            segments.append(SegmentCondition(condition.positive, (condition.var, condition.axes)))
+        else:
+            parts.append(condition)
+    return tuple(segments), tuple(parts)
 
 
 def with_cotangent(operands: Operands, role: Role) -> Operands | None:
@@ -255,6 +273,7 @@ class _LayoutWriter:
             right=right,
             masked_score=scores.masked_score,
             n_biases=len(scores.biases),
+            n_segments=len(operands.segments),
             n_masks=len(operands.parts),
             float16=operands.float16,
         )
@@ -274,6 +293,12 @@ class _LayoutWriter:
             sizes = [self.operands.sizes[self.groups[letter][0]] for letter in "ts"]
             queries, keys = (lax.iota(np.int32, size) for size in sizes)
             out += [lax.add(queries, np.int32(self.shift)) if self.shift else queries, keys]
+        for segment in self.operands.segments:
+            for side in (segment.query, segment.key):
+                if isinstance(side, bool):
+                    out.append(lax.full((1,) * 5, side))
+                else:
+                    out.append(self.operand(read[side[0]], side[1], "bgrts", None))
         for leaf, sign in self.operands.softmax.scores.biases:
             bias = self.operand(read[leaf.var], leaf.axes, "bgrts", None)
             out.append(bias if sign == 1 else lax.neg(bias))

@@ -51,7 +51,15 @@ class MaskCondition:
     positive: bool
 
 
-Condition = MaskCondition | Window
+@dataclass(frozen=True, slots=True)
+class SegmentCondition:
+    """True where an array with indices of queries, or a constant, equals an array with indices of keys."""
+
+    query: tuple[Var, Axes] | bool
+    key: tuple[Var, Axes]
+
+
+Condition = MaskCondition | SegmentCondition | Window
 #: A boolean array, its indices, and the required value.
 _Boolean = tuple[Atom, Axes, bool]
 
@@ -69,15 +77,15 @@ class MaskReader:
     key: Label
     queries: frozenset[Label]
 
-    def read(self, masks: Sequence[Mask]) -> tuple[Window | None, tuple[MaskCondition, ...]]:
+    def read(self, masks: Sequence[Mask]) -> tuple[Window | None, tuple[MaskCondition | SegmentCondition, ...]]:
         """The window of all masks, if any, and the other conditions."""
         window: Window | None = None
-        parts: list[MaskCondition] = []
+        parts: list[MaskCondition | SegmentCondition] = []
         for mask in masks:
             conditions = self._conditions(mask.leaf.var, mask.leaf.axes, mask.positive)
             assert conditions is not None, mask  # a variable is at least a condition by itself
             for condition in conditions:
-                if isinstance(condition, MaskCondition):
+                if not isinstance(condition, Window):
                     parts.append(condition)
                 elif window is None:
                     window = condition
@@ -145,9 +153,31 @@ class MaskReader:
         return None if window is None else [window]
 
     def _of_equality(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
-        if self._number_everywhere(eqn.invars[1]) != 0:
+        are_equal = positive == (eqn.primitive.name == "eq")
+        if self._number_everywhere(eqn.invars[1]) == 0:
+            return self._of_number(eqn.invars[0], axes, not are_equal) or None
+        segments = self._segments(eqn, axes) if are_equal else None
+        return None if segments is None else [segments]
+
+    def _segments(self, eqn: JaxprEqn, axes: Axes) -> SegmentCondition | None:
+        sides = [self._source(atom, _operand_indices(atom, axes)) for atom in eqn.invars]
+        if aval_of(eqn.invars[0]).dtype.kind not in "bui":
             return None
-        return self._of_number(eqn.invars[0], axes, positive == (eqn.primitive.name == "ne")) or None
+        for query, key in (sides, sides[::-1]):
+            if query is None or key is None:
+                return None
+            if self.key in key[1] and self.key not in query[1] and not self.queries & set(key[1]):
+                return SegmentCondition(query, key)
+        return None
+
+    def _source(self, atom: Atom, axes: Axes) -> tuple[Var, Axes] | None:
+        """The array before changes of its layout."""
+        if is_literal(atom):
+            return None
+        eqn = self.producers.get(atom)
+        inner = None if eqn is None else _operand_axes(eqn, axes)
+        found = None if eqn is None or inner is None else self._source(eqn.invars[0], inner)
+        return found or (atom, axes)
 
     def _of_number(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
         """Booleans may be converted to numbers."""

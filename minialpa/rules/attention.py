@@ -3,7 +3,8 @@
 The primitives have dimensions b example, g key/value head, r query head of the group, t query, s key, d and e features
 of keys and values. b, g, r and t may be split, the others may not:
 
-    s      the softmax runs over it. The gradient may recompute the sum of the softmax, over all keys.
+    s      the softmax runs over it. Without biases, masks and steps in float16, an axis may split t and s together, as
+           a ring (`minialpa.attention.ring`). Each device has the positions of all keys.
     d, e   each shard would need whole scores: of d before the exponential, of e to weigh its values.
 
 flops = 2 b g r t s (d + e) forward and 2 b g r t s (3 d + 2 e) backward, which recomputes the scores. Only scores in
@@ -46,8 +47,7 @@ def _attention(eqn: JaxprEqn) -> Factors:
     kind = eqn.params["kind"]
     operands = [
         *(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)),
-        *(_dims(named, letters) for letters in "ts"[: kind.n_positions]),
-        *(_scores_like(named, shape_of(atom)) for atom in eqn.invars[3 + kind.n_positions :]),
+        *_others(table, named, eqn, 3),
     ]
     return table.build(
         eqn,
@@ -55,6 +55,7 @@ def _attention(eqn: JaxprEqn) -> Factors:
         [_dims(named, _OUT), _dims(named, _STATISTICS)],
         flops=_n_scores(table, named, kind) * 2 * (_size(table, named, "d") + _size(table, named, "e")),
         ramps=_ramps(table, named, kind),
+        rings=_rings(named, kind),
     )
 
 
@@ -63,13 +64,13 @@ def _attention_gradient(eqn: JaxprEqn) -> Factors:
     """A result is summed over factors that it lacks."""
     table, named = _letters(eqn)
     kind, with_bias_gradient = eqn.params["kind"], eqn.params["with_bias_gradient"]
-    added = [_scores_like(named, shape_of(atom)) for atom in eqn.invars[6 + kind.n_positions :]]
-    requested = [dims for dims, is_requested in zip(added, with_bias_gradient, strict=False) if is_requested]
+    others = _others(table, named, eqn, 6)
+    biases = others[kind.n_positions + 2 * kind.n_segments :]
+    requested = [dims for dims, is_requested in zip(biases, with_bias_gradient, strict=False) if is_requested]
 
     operands = [
         *(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE, _OUT, _STATISTICS, _OUT)),
-        *(_dims(named, letters) for letters in "ts"[: kind.n_positions]),
-        *added,
+        *others,
     ]
     results = [*(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)), *requested]
     for letter in "bgrt":
@@ -84,6 +85,7 @@ def _attention_gradient(eqn: JaxprEqn) -> Factors:
         linear_operands=(5,),
         flops=_n_scores(table, named, kind) * 2 * (3 * _size(table, named, "d") + 2 * _size(table, named, "e")),
         ramps=_ramps(table, named, kind),
+        rings=_rings(named, kind),
     )
 
 
@@ -97,6 +99,21 @@ def _letters(eqn: JaxprEqn) -> tuple[FactorTable, dict[str, Dim]]:
 
 def _dims(named: Mapping[str, Dim], letters: str) -> Dims:
     return tuple(named[letter] for letter in letters)
+
+
+def _others(table: FactorTable, named: Mapping[str, Dim], eqn: JaxprEqn, n_arrays: int) -> list[Dims]:
+    """Each device has the positions and segments of all keys."""
+    kind = eqn.params["kind"]
+    atoms = eqn.invars[n_arrays + kind.n_positions :]
+    all_keys = {**named, "s": table.dim(_size(table, named, "s"), blocked=True)}
+    positions = [(named["t"],), (all_keys["s"],)] if kind.has_window else []
+    segments = [_scores_like(all_keys, shape_of(atom)) for atom in atoms[: 2 * kind.n_segments]]
+    return [*positions, *segments, *(_scores_like(named, shape_of(atom)) for atom in atoms[2 * kind.n_segments :])]
+
+
+def _rings(named: Mapping[str, Dim], kind: Any) -> dict[int, int]:
+    is_plain = not kind.n_biases and not kind.n_masks and not kind.float16
+    return {named["t"][0]: named["s"][0]} if is_plain else {}
 
 
 def _scores_like(named: Mapping[str, Dim], shape: Sequence[int]) -> Dims:

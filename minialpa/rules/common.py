@@ -69,6 +69,7 @@ class FactorTable:
         linear_operands: Sequence[int] = (),
         flops: float = 0.0,
         ramps: Mapping[int, Ramp] = MappingProxyType({}),
+        rings: Mapping[int, int] = MappingProxyType({}),
     ) -> Factors:
         """Booleans and keys have no sum, so their equations are not linear."""
         summed = [*(eqn.invars[i] for i in linear_operands), *eqn.outvars]
@@ -97,6 +98,7 @@ class FactorTable:
             flops=flops,
             ramps=ramps,
             shifts=self.shifts,
+            rings=rings,
         )
 
 

@@ -61,6 +61,7 @@ class Factors:
         ramps: factors with unequal work per position.
         shifts: blocked factors that may be split if devices pass slices on: position i of a result is position
             i + shift of the operand, modulo the length.
+        rings: factor -> blocked factor. Devices may split both together, and pass slices with the second around a ring.
     """
 
     sizes: tuple[int, ...]
@@ -76,11 +77,13 @@ class Factors:
     positional: frozenset[int] = frozenset()
     ramps: Mapping[int, Ramp] = ()  # type: ignore[assignment]
     shifts: Mapping[int, int] = ()  # type: ignore[assignment]
+    rings: Mapping[int, int] = ()  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reductions", dict(self.reductions))
         object.__setattr__(self, "ramps", dict(self.ramps))
         object.__setattr__(self, "shifts", dict(self.shifts))
+        object.__setattr__(self, "rings", dict(self.rings))
 
     @property
     def splittable(self) -> tuple[int, ...]:

@@ -55,6 +55,7 @@ def cases(draw: Any) -> Case:
         left=left,
         right=right,
         masked_score=draw(st.sampled_from((-math.inf, LOWEST, -1e30, -1e9, -1e4, -100.0, -1.0, 0.0, 2.0))),
+        n_segments=draw(st.integers(0, 2)),
         n_biases=len(biases),
         n_masks=len(masks),
     )
@@ -158,8 +159,18 @@ def test_lengths(sizes: Any) -> None:
 # ---- memory and work -------------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_no_query_sees_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 6 x 6 blocks, the diagonal and the two before it, which a window of 5 positions back reaches."""
+@pytest.mark.parametrize(
+    "kind, is_seen",
+    [
+        # Of 6 x 6 blocks, the diagonal and the two before it, which a window of 5 positions back reaches.
+        (AttentionKind(scale=0.5, left=5, right=0), lambda i, j: 0 <= i - j <= 2),
+        # Documents of 8 positions.
+        (AttentionKind(scale=0.5, right=0, n_segments=1), lambda i, j: j <= i and i // 2 == j // 2),
+    ],
+)
+def test_blocks_that_no_query_sees_are_not_computed(
+    kind: AttentionKind, is_seen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     computed = []
     compute = blockwise._add_scores
 
@@ -169,12 +180,14 @@ def test_blocks_that_no_query_sees_are_not_computed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(blockwise, "_add_scores", noted)
     _forget()
-    kind = AttentionKind(scale=0.5, left=5, right=0)
-    case = make_case(np.random.default_rng(0), kind, sizes=_sizes(t=24, s=24))
-    jax.block_until_ready(attention_p.bind(*case.operands, kind=kind))
+    operands = list(make_case(np.random.default_rng(0), kind, sizes=_sizes(t=24, s=24)).operands)
+    if kind.n_segments:
+        documents = jnp.broadcast_to(jnp.arange(24, dtype=np.int32) // 8, (2, 1, 1, 24))
+        operands[5:] = [documents[..., None], documents[..., None, :]]
+    jax.block_until_ready(attention_p.bind(*operands, kind=kind))
     jax.effects_barrier()
     _forget()
-    assert sorted(computed) == [(i, j) for i in range(6) for j in range(6) if 0 <= i - j <= 2]
+    assert sorted(computed) == [(i, j) for i in range(6) for j in range(6) if is_seen(i, j)]
 
 
 def _compiled(t: int, kind: AttentionKind) -> Any:

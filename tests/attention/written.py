@@ -17,15 +17,16 @@ from minialpa.attention.operation import AttentionKind, attention_gradient_p, at
 
 def written(query: Any, key: Any, value: Any, *others: Any, kind: AttentionKind) -> jax.Array:
     """out [b t g r e] in the widest dtype of the operands, at least float32; others are operands of `attention_p`."""
-    n, end = kind.n_positions, kind.n_positions + kind.n_biases
-    positions, biases, masks = others[:n], others[n:end], others[end:]
+    n, first_bias = kind.n_positions, kind.n_positions + 2 * kind.n_segments
+    end = first_bias + kind.n_biases
+    positions, segments, biases, masks = others[:n], others[n:first_bias], others[first_bias:end], others[end:]
     dtype = functools.reduce(np.promote_types, (x.dtype for x in (query, key, value, *biases)), np.float32)
     query, key, value, *biases = (x.astype(dtype) for x in (query, key, value, *biases))
 
     score = jnp.einsum("btgrd,bsgd->bgrts", query, key) * jnp.asarray(kind.scale, dtype)
     for bias in biases:
         score = score + bias
-    seen = list(masks)
+    seen = [*masks, *(queries == keys for queries, keys in zip(segments[::2], segments[1::2], strict=True))]
     if positions:
         ahead = positions[1][None, :] - positions[0][:, None]
         if kind.left is not None:
@@ -48,8 +49,11 @@ class Case:
 
     @property
     def biases(self) -> tuple[jax.Array, ...]:
-        start = 3 + self.kind.n_positions
-        return self.operands[start : start + self.kind.n_biases]
+        return self.operands[self.first_bias : self.first_bias + self.kind.n_biases]
+
+    @property
+    def first_bias(self) -> int:
+        return 3 + self.kind.n_positions + 2 * self.kind.n_segments
 
 
 def make_case(
@@ -75,6 +79,9 @@ def make_case(
     if kind.has_window:
         chosen = positions or (np.arange(t) + max(0, s - t), np.arange(s))
         operands += [jnp.asarray(x, np.int32) for x in chosen]
+    for _ in range(kind.n_segments):
+        documents = jnp.sort(jnp.asarray(rng.integers(0, 4, (b, 1, 1, max(s, t))), np.int32))
+        operands += [documents[..., :t, None], documents[..., None, :s]]
     operands += [normal(shape, np.float32) for shape in bias_shapes]
     operands += [jnp.asarray(rng.random(shape) < seen) for shape in mask_shapes]
     return Case(kind=kind, operands=tuple(operands), out_bar=normal((b, t, g, r, e), dtypes[2]))
@@ -97,13 +104,13 @@ def with_gradients(case: Case) -> tuple[Any, list[Any]]:
 def written_with_gradients(case: Case) -> tuple[Any, list[Any]]:
     """The same by jax's own derivative of the written program."""
     differentiable = (*case.operands[:3], *case.biases)
-    n = case.kind.n_positions
-    positions, masks = case.operands[3 : 3 + n], case.operands[3 + n + case.kind.n_biases :]
+    end = case.first_bias + case.kind.n_biases
+    before, masks = case.operands[3 : case.first_bias], case.operands[end:]
 
     @jax.jit
     def run(arrays: Any, out_bar: Any) -> Any:
         def fun(*arrays: Any) -> jax.Array:
-            return written(*arrays[:3], *positions, *arrays[3:], *masks, kind=case.kind)
+            return written(*arrays[:3], *before, *arrays[3:], *masks, kind=case.kind)
 
         out, pull = jax.vjp(fun, *arrays)
         return out, pull(out_bar.astype(out.dtype))

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import JaxprEqn
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import minialpa
 import minialpa.rules.attention
@@ -20,20 +18,19 @@ import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import LogicalMesh, ShardParallel, VerifyError, hlo
 from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 from minialpa.cluster import DeviceSpec
-from minialpa.intra.shard_arrays import shard_program
-from minialpa.intra.spmd import ShardedEquations, collectives_of
+from minialpa.intra.spmd import collectives_of
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.ir.equations import bytes_of, shape_of
 from minialpa.plan.codec import decode
 from minialpa.rules.known_rules import factors_of, forget
-from minialpa.sharding import AXIS_NAMES, EquationSpecs
+from minialpa.sharding import EquationSpecs
 from minialpa.testing import assert_allclose
 from minialpa.tracing.evaluation import eval_equation
 from tests.attention_calls import causal, two_layers, two_layers_arguments
 from tests.compiled_text import planned_bytes
-from tests.helpers import program_of, strategies_of
+from tests.helpers import compiled_shards, program_of, strategies_of
 
 _B, _G, _R, _D, _E = 1, 1, 2, 4, 3
 _KINDS = {
@@ -95,15 +92,6 @@ def _split_by_positions(eqn: JaxprEqn, mesh: LogicalMesh) -> tuple[StrategySet, 
     return strategies, numbers[0]
 
 
-def _compiled(program: ShardedEquations, operands: list[Any]) -> Any:
-    mesh_shape = program.mesh.shape
-    devices = np.array(jax.devices()[: program.mesh.n_devices]).reshape(mesh_shape)
-    names = AXIS_NAMES[: len(mesh_shape)]
-    replicated = NamedSharding(Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names)), P())
-    fun = jax.jit(shard_program(program), in_shardings=replicated, out_shardings=replicated)
-    return fun.lower(*operands).compile()
-
-
 @pytest.mark.parametrize("kind, shape", [("causal", (2, 2)), ("added", (3,))])
 @pytest.mark.usefixtures("small_blocks", "doubles")
 def test_balanced_devices_give_the_numbers_of_one(kind: str, shape: tuple[int, ...]) -> None:
@@ -114,7 +102,7 @@ def test_balanced_devices_give_the_numbers_of_one(kind: str, shape: tuple[int, .
         assert chosen.is_balanced
 
         program = program_of(eqn, chosen, mesh)
-        compiled = _compiled(program, operands)
+        compiled = compiled_shards(program, operands)
         expected = eval_equation(eqn, operands)
         for found, wanted in zip(compiled(*operands), expected, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-12)

@@ -174,6 +174,33 @@ def test_grouped_heads() -> None:
     assert eqn.params["kind"].right == 0 and eqn.params["kind"].n_masks == 0
 
 
+def _of_documents(q: Any, k: Any, v: Any, documents: Any, is_padding: Any) -> Any:
+    same = documents[:, None, :, None] == documents[:, None, None]
+    seen = same & ~is_padding[:, None, None] & (jnp.arange(T)[:, None] >= jnp.arange(T)[None])[None, None]
+    return mixed(softmax(jnp.where(seen, scores_of(q, k), -1e9)), v)
+
+
+def _of_documents_as_numbers(q: Any, k: Any, v: Any, documents: Any, is_padding: Any) -> Any:
+    """As by `flax.linen.make_attention_mask` and `combine_masks`."""
+    pairs = jnp.equal(jnp.expand_dims(documents, -1), jnp.expand_dims(documents, -2))[:, None].astype(jnp.float32)
+    keys = jnp.expand_dims(~is_padding, (1, 2)).astype(jnp.float32)
+    causal = jnp.greater_equal(jnp.arange(T)[:, None], jnp.arange(T)[None]).astype(jnp.float32)[None, None]
+    mask = pairs
+    for other in (keys, causal):
+        mask = jnp.logical_and(mask, other).astype(jnp.float32)
+    return mixed(softmax(jnp.where(mask != 0, scores_of(q, k), np.finfo(np.float32).min)), v)
+
+
+@pytest.mark.parametrize("fun", [_of_documents, _of_documents_as_numbers])
+def test_documents_in_one_sequence(fun: Any) -> None:
+    """Masks of equal documents are computed from their numbers, and masks of keys from one number for each key."""
+    documents, is_padding = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 7, 7]]), array(4, B, T) > 1
+    found = compared(with_gradients(fun), *SAME, documents.astype(np.int32), is_padding)
+    assert found.counts == (1, 1)
+    (kind,) = (eqn.params["kind"] for eqn in found.step.flat.eqns if eqn.primitive.name == "minialpa_attention")
+    assert (kind.right, kind.n_segments, kind.n_masks) == (0, 2, 0)
+
+
 def test_one_array_for_query_key_and_value() -> None:
     def loss(x: Any, scale: Any) -> Any:
         return loss_of(lambda x: _matmul(x, x, x))(x * scale)

@@ -123,19 +123,20 @@ def _buffers_taken_over(
     fixed: values whose buffers hold results, have views or are changed in place.
     """
     shared: dict[int, int] = {}
+    taken: set[int] = set()
     changed = {kernel.alias for kernel in kernels if kernel.in_place}
 
     for time, kernel in enumerate(kernels):
-        if len(kernel.writes) != 1:
-            continue
-        (result,) = kernel.writes
-        if result not in start or result in changed:
-            continue
-        for operand in kernel.shares:
+        pairs = list(kernel.carries)
+        if len(kernel.writes) == 1:
+            pairs += [(kernel.writes[0], operand) for operand in kernel.shares]
+        for result, operand in pairs:
+            if result in shared or result not in start or result in changed or operand in taken:
+                continue
             is_free = operand in start and operand not in fixed and end[operand] == time + 1
             if is_free and sizes[operand] == sizes[result]:
                 shared[result] = operand
-                break
+                taken.add(operand)
     return shared
 
 
@@ -266,7 +267,8 @@ def pack(timeline: BufferTimeline, sizes: Sequence[float], alignment_bytes: int)
         scratch.append(Buffer(len(all_sizes), copy.start, copy.end))
         all_sizes.append(n * sizes[copy.value])
     aligned = [math.ceil(n_bytes / alignment_bytes) * alignment_bytes for n_bytes in all_sizes]
-    unplaced = _unplaced_buffers(timeline, [*timeline.temporaries, *scratch], all_sizes, aligned)
+    # XLA keeps the buffers of a loop's body apart from results.
+    unplaced = [*_unplaced_buffers(timeline, timeline.temporaries, all_sizes, aligned), *scratch]
     blocks = _blocks(timeline, unplaced, aligned)
     by_size = sorted(blocks, key=lambda block: (-block.n_bytes, block.start - block.end))
     by_duration = sorted(blocks, key=lambda block: (block.start - block.end, -block.n_bytes))

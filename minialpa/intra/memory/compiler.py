@@ -87,6 +87,7 @@ class Kernel:
     alias: the value whose buffer has the result, for a view or a change `in_place`; else None.
     scratch: bytes of buffers only for its run.
     shares: the `reads` whose buffer the result may take over after their last read.
+    carries: (result, read) of loops, where the result may do so.
     """
 
     reads: tuple[int, ...]
@@ -95,6 +96,7 @@ class Kernel:
     in_place: bool = False
     scratch: tuple[float, ...] = ()
     shares: tuple[int, ...] = ()
+    carries: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

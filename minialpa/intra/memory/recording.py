@@ -16,13 +16,15 @@ from jax.extend import core as jex
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 
 from minialpa.attention.blockwise import attend, differentiate
-from minialpa.attention.operation import attention_gradient_p, attention_p
+from minialpa.attention.operation import attention_gradient_p, attention_p, in_ring
+from minialpa.attention.ring import Ring
 from minialpa.grouped import grouped_product_p, grouped_sum_p, product, sum_of_products
 from minialpa.intra.memory.buffers import BufferTimeline, Units, copies_of, pack, timeline_of
 from minialpa.intra.memory.compiler import Compiler, ShardValues
 from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
+from minialpa.intra.strategies.rings import ring_axes
 from minialpa.ir.block import Block
 from minialpa.ir.equations import Atom, bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
 from minialpa.ir.repeats import NO_REPEATS, Repeats
@@ -102,7 +104,9 @@ def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
         shapes = [spec.shard_shape(shape_of(v), mesh_shape) for v, spec in zip(eqn.outvars, chosen.made, strict=True)]
         if eqn.primitive in _FUNCTIONS:
             params = localize(eqn, factors, _splits(factors, chosen, mesh_shape))
-            return _add_function(eqn, params, recorder, operands, compiler)
+            n = math.prod(mesh_shape[axis] for axis in ring_axes(factors, chosen.operands))
+            ring = Ring(("ring",), n, chosen.is_balanced) if n > 1 else None
+            return _add_function(eqn, params, recorder, operands, compiler, ring)
         scratch: tuple[float, ...] = ()
         if eqn.primitive.name in _LOOPS:
             scratch = _body_buffers(_bodies(localize(eqn, factors, _splits(factors, chosen, mesh_shape))), compiler)
@@ -160,11 +164,16 @@ def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]
 
 
 def _add_function(
-    eqn: JaxprEqn, params: Mapping[str, Any], recorder: ShardValues, operands: Sequence[int], compiler: Compiler
+    eqn: JaxprEqn,
+    params: Mapping[str, Any],
+    recorder: ShardValues,
+    operands: Sequence[int],
+    compiler: Compiler,
+    ring: Ring | None = None,
 ) -> list[int]:
     """Record a function, such as attention, by its equations; `eqn` is the maker of all values."""
     arrays = tuple((recorder.values[v].shape, recorder.values[v].dtype) for v in operands)
-    flat = _flat_function(eqn.primitive, tuple(params.items()), arrays)
+    flat = _flat_function(eqn.primitive, tuple(params.items()), arrays, ring)
     constants = [recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "constant") for v in flat.constvars]
     env = dict(zip((*flat.constvars, *flat.invars), (*constants, *operands), strict=True))
 
@@ -178,10 +187,15 @@ def _add_function(
 
 @functools.lru_cache(maxsize=256)
 def _flat_function(
-    primitive: Primitive, params: tuple[tuple[str, Hashable], ...], arrays: tuple[tuple[tuple[int, ...], str], ...]
+    primitive: Primitive,
+    params: tuple[tuple[str, Hashable], ...],
+    arrays: tuple[tuple[tuple[int, ...], str], ...],
+    ring: Ring | None,
 ) -> Block:
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
-    closed = jax.make_jaxpr(functools.partial(_FUNCTIONS[primitive], **dict(params)))(*avals)
+    fun = _FUNCTIONS[primitive] if ring is None else functools.partial(in_ring(primitive), ring)
+    axes = [] if ring is None else [(name, ring.n) for name in ring.names]
+    closed = jax.make_jaxpr(functools.partial(fun, **dict(params)), axis_env=axes)(*avals)
     return flatten_calls(closed.jaxpr, [None] * len(closed.jaxpr.constvars))
 
 

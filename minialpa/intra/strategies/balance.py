@@ -6,7 +6,8 @@ early and one late. A second exchange brings results back:
 
     operands --swap--> equation --swap--> results
 
-Arrays without these positions stay. The equation is not `positional`: the place of a position does not matter.
+Arrays without these positions stay. In a ring, keys and values are exchanged, too. The equation is not `positional`:
+the place of a position does not matter.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def balance_of(
         if factors.may_balance(factor, n):
             return Balance(
                 share=factors.n_shares(factor, n) / factors.n_balanced_shares(factor, n),
-                operands=_swaps(factor, axes, factors.operands, operands),
-                results=_swaps(factor, axes, factors.results, made),
+                operands=_swaps(factors, factor, axes, factors.operands, operands),
+                results=_swaps(factors, factor, axes, factors.results, made),
             )
     return None
 
@@ -73,10 +74,11 @@ def _axes_of(factors: Factors, operands: Sequence[Spec], factor: int) -> tuple[i
 
 
 def _swaps(
-    factor: int, axes: tuple[int, ...], arrays: Sequence[Dims], specs: Sequence[Spec]
+    factors: Factors, factor: int, axes: tuple[int, ...], arrays: Sequence[Dims], specs: Sequence[Spec]
 ) -> tuple[ReshardStep | None, ...]:
+    moved = {factor, factors.rings.get(factor, factor)}
     steps = []
     for dims, spec in zip(arrays, specs, strict=True):
-        dim = next((d for d, dim in enumerate(dims) if factor in dim), None)
+        dim = next((d for d, dim in enumerate(dims) if moved & set(dim) and spec.dims[d]), None)
         steps.append(None if dim is None else ReshardStep(kind="swap", axes=axes, src=spec, dst=spec, dim=dim))
     return tuple(steps)

@@ -36,8 +36,17 @@ class PassedSum:
     operands: frozenset[int]
 
 
-#: For each mesh axis: the factor that it splits, a partial sum that passes, or None.
-Assignment = tuple[int | PassedSum | None, ...]
+@dataclass(frozen=True, slots=True)
+class RingUse:
+    """Splits both factors; see `Factors.rings`."""
+
+    split: int
+    passed: int
+
+
+Use = int | RingUse | PassedSum | None
+#: For each mesh axis: the factor that it splits, the ring that it is, a partial sum that passes, or None.
+Assignment = tuple[Use, ...]
 #: A spec for each of several arrays.
 Specs = tuple[Spec, ...]
 
@@ -209,6 +218,7 @@ def _assignments(
     """For the arguments, see `MeshStrategies.enumerate`."""
     linear = PassedSum(frozenset(factors.linear_operands))
     free = [factor for factor in factors.splittable if factor not in required.values() and factor not in kept]
+    rings = [RingUse(split, passed) for split, passed in factors.rings.items() if split in free]
 
     uses: list[Assignment] = []  # for each axis
     for axis, length in enumerate(mesh_shape):
@@ -218,44 +228,60 @@ def _assignments(
         elif axis in required:
             uses.append((required[axis], *(passes if required[axis] is None else ())))
         else:
-            uses.append((None, *free, *passes))
+            uses.append((None, *free, *rings, *passes))
 
     # Several axes may split one factor.
     for assignment in itertools.product(*uses):
-        if all(factors.may_split(factor, n_parts) for factor, n_parts in _splits(assignment, mesh_shape).items()):
+        splits = _splits(assignment, mesh_shape)
+        if _has_whole_rings(factors, assignment, splits) and all(itertools.starmap(factors.may_split, splits.items())):
             yield assignment
+
+
+def _has_whole_rings(factors: Factors, assignment: Assignment, splits: Mapping[int, int]) -> bool:
+    """Whether each ring has all devices that split its first factor, and equal halves of the second factor."""
+    for ring in {use for use in assignment if isinstance(use, RingUse)}:
+        if ring.split in assignment or factors.sizes[ring.passed] % (2 * splits[ring.split]):
+            return False
+    return True
 
 
 def _splits(assignment: Assignment, mesh_shape: Shape) -> dict[int, int]:
     splits: dict[int, int] = {}
-    for axis, factor in enumerate(assignment):
-        if isinstance(factor, int):
-            splits[factor] = splits.get(factor, 1) * mesh_shape[axis]
+    for factor, length in zip(map(_shared_factor, assignment), mesh_shape, strict=True):
+        if factor is not None:
+            splits[factor] = splits.get(factor, 1) * length
     return splits
+
+
+def _shared_factor(use: Use) -> int | None:
+    """The factor whose work an axis shares."""
+    if isinstance(use, RingUse):
+        return use.split
+    return use if isinstance(use, int) else None
 
 
 def _following_assignment(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, given: Mapping[int, Spec]) -> Assignment:
     """The assignment that follows the operands `given`; the first one that uses an axis decides."""
-    assignment: list[int | PassedSum | None] = []
+    assignment: list[Use] = []
     for axis in range(len(mesh_shape)):
         uses = (_use_of_axis(eqn, factors, k, spec, axis) for k, spec in given.items())
         assignment.append(next((use for use in uses if use is not None), None))
     return _legal_assignment(factors, mesh_shape, assignment, reversed(range(len(assignment))))
 
 
-def _legal_assignment(
-    factors: Factors, mesh_shape: Shape, uses: Sequence[int | PassedSum | None], axes: Iterable[int]
-) -> Assignment:
+def _legal_assignment(factors: Factors, mesh_shape: Shape, uses: Sequence[Use], axes: Iterable[int]) -> Assignment:
     """`uses` without splits into more shards than a factor allows; the first of `axes` are dropped first."""
     assignment = list(uses)
+    if not _has_whole_rings(factors, tuple(uses), _splits(tuple(uses), mesh_shape)):
+        assignment = [use.split if isinstance(use, RingUse) else use for use in uses]
     for axis in axes:
-        factor = assignment[axis]
-        if isinstance(factor, int) and not factors.may_split(factor, _splits(tuple(assignment), mesh_shape)[factor]):
+        factor = _shared_factor(assignment[axis])
+        if factor is not None and not factors.may_split(factor, _splits(tuple(assignment), mesh_shape)[factor]):
             assignment[axis] = None
     return tuple(assignment)
 
 
-def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int) -> int | PassedSum | None:
+def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int) -> Use:
     if axis in spec.partial:
         return _passed_sum(eqn, factors, k)
     for dim, axes in enumerate(spec.dims):
@@ -300,7 +326,12 @@ def _n_shares(factors: Factors, splits: Mapping[int, int]) -> float:
 
 
 def _spec(dims: Dims, assignment: Assignment, partial: Sequence[int]) -> Spec:
-    return Spec(tuple(tuple(a for a, factor in enumerate(assignment) if factor in dim) for dim in dims), tuple(partial))
+    return Spec(tuple(tuple(a for a, use in enumerate(assignment) if _splits_dim(use, dim)) for dim in dims),
+                tuple(partial))  # fmt: skip
+
+
+def _splits_dim(use: Use, dim: tuple[int, ...]) -> bool:
+    return use.split in dim or use.passed in dim if isinstance(use, RingUse) else use in dim
 
 
 def _operand_spec(factors: Factors, assignment: Assignment, k: int) -> Spec:
@@ -310,7 +341,8 @@ def _operand_spec(factors: Factors, assignment: Assignment, k: int) -> Spec:
             is_partial = k in use.operands
         else:
             # An operand that takes part once is zero on all devices but one.
-            is_partial = use is not None and factors.reductions.get(use) == "sum" and factors.takes_part_once(use, k)
+            is_sum = isinstance(use, int) and factors.reductions.get(use) == "sum"
+            is_partial = isinstance(use, int) and is_sum and factors.takes_part_once(use, k)
         if is_partial:
             partial.append(axis)
     return _spec(factors.operands[k], assignment, partial)
@@ -322,7 +354,8 @@ def _made_spec(factors: Factors, assignment: Assignment, r: int) -> Spec:
         if isinstance(use, PassedSum):
             is_partial = True
         else:
-            is_partial = use is not None and factors.is_partial(use, r) and factors.reductions[use] == "sum"
+            # Sums over both factors of a ring are complete.
+            is_partial = isinstance(use, int) and factors.is_partial(use, r) and factors.reductions[use] == "sum"
         if is_partial:
             partial.append(axis)
     return _spec(factors.results[r], assignment, partial)
@@ -407,13 +440,19 @@ def nearest_candidate(
     )
 
 
-def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, axis: int) -> int | PassedSum | None:
-    """The factor that `axis` splits in the first array; else the partial sum that passes."""
-    for arrays, specs in ((factors.operands, operands), (factors.results, made)):
-        for dims, spec in zip(arrays, specs, strict=True):
-            for dim, axes in zip(dims, spec.dims, strict=True):
-                if axis in axes:
-                    return factors.leading(dim)
+def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, axis: int) -> Use:
+    """The factor that `axis` splits in the first array, or its ring; else the partial sum that passes."""
+    first = None
+    for dims, spec in zip((*factors.operands, *factors.results), (*operands, *made), strict=True):
+        for dim, axes in zip(dims, spec.dims, strict=True):
+            if axis in axes:
+                factor = factors.leading(dim)
+                if first is None:
+                    first = factor
+                elif factor is not None and factors.rings.get(first) == factor:
+                    return RingUse(first, factor)
+    if first is not None:
+        return first
 
     partial = (k for k, spec in enumerate(operands) if axis in spec.partial)
     return next((use for k in partial if (use := _passed_sum(eqn, factors, k)) is not None), None)

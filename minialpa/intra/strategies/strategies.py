@@ -25,6 +25,7 @@ from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs
 from minialpa.intra.strategies.combining import Sharing
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
+from minialpa.intra.strategies.rings import passes_of
 from minialpa.intra.strategies.rotation import rotation_of
 from minialpa.intra.strategies.work import idle_s, not_shared_s, without_kernel_s, work_of
 from minialpa.ir.equations import aval_of, bytes_of, shape_of
@@ -126,7 +127,18 @@ def priced(
         compute_s=compute[picks],
         communication_s=communication,
     )
-    return _balanced(eqn, factors, mesh, strategies) if factors.ramps else strategies
+    strategies = _balanced(eqn, factors, mesh, strategies) if factors.ramps else strategies
+    return _with_passes(eqn, factors, mesh, strategies) if factors.rings else strategies
+
+
+def _with_passes(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, strategies: StrategySet) -> StrategySet:
+    """Each device of a ring computes with a slice while it passes the slice on."""
+    rows = zip(*strategies.operands, strict=True)
+    passes_s = [
+        sum(times * one.seconds(mesh) for one, _, times in passes_of(eqn, factors, specs, mesh.shape)) for specs in rows
+    ]
+    exposed_s = np.maximum(np.array(passes_s) - strategies.compute_s, 0.0)
+    return replace(strategies, communication_s=strategies.communication_s + exposed_s)
 
 
 def _rotation_s(eqn: JaxprEqn, factors: Factors, operand: Spec, mesh: LogicalMesh) -> float:

@@ -249,5 +249,5 @@ def _structure(factors: Factors) -> Hashable:
         factors.operands, factors.results, tuple(factors.reductions.items()), factors.blocked, factors.linear,
         factors.linear_operands, factors.unaffected, factors.counted_once, factors.positional,
         tuple((factor, ramp, factors.sizes[factor]) for factor, ramp in factors.ramps.items()),
-        tuple(factors.shifts.items()),
+        tuple(factors.shifts.items()), tuple(factors.rings.items()),
     )  # fmt: skip

@@ -177,7 +177,8 @@ def without_kernel_s(
 ) -> NDArray[np.float64] | float:
     """For each candidate, the seconds on a single device that blocks take longer than cuDNN's kernel.
 
-    The kernel has no causal mask for a part of the queries.
+    The kernel has no causal mask for a part of the queries. In a ring without a window on the left, blocks of keys are
+    visible to all queries of a device, to none, or are on the diagonal.
     """
     device = mesh.device
     if device is None or device.kernels is None or not is_attention(eqn) or not has_kernel(eqn):
@@ -185,9 +186,15 @@ def without_kernel_s(
     if not eqn.params["kind"].has_window:
         return 0.0
     longer_s = blockwise_s(eqn, factors, device) - work_of(eqn, factors, mesh).shared_s
-    # Results are [b t g r e], or [b t g r d] for the cotangent of queries.
+    # Results are [b t g r e], or [b t g r d] for the cotangent of queries. In candidates of a ring, only the keys
+    # [b s g d] differ.
     in_parts = np.array([bool(made.dims[1]) for made in candidates.made[0]])
-    return _of_candidates(longer_s * in_parts, candidates)
+    seconds = _of_candidates(longer_s * in_parts, candidates)
+    if eqn.params["kind"].left is None:
+        for keys, numbers in zip(candidates.operands[1], candidates.strategies, strict=True):
+            if keys.dims[1]:
+                seconds[list(numbers)] = 0.0
+    return seconds
 
 
 # ---- grouped products -----------------------------------------------------------------------------------------------

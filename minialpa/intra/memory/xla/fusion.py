@@ -233,4 +233,5 @@ def _kernel(op: Operation, reads: Mapping[int, bool]) -> Kernel:
         in_place=op.in_place is not None,
         scratch=op.scratch,
         shares=tuple(v for v, once in reads.items() if once),
+        carries=op.carries,
     )

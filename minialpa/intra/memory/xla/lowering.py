@@ -81,8 +81,20 @@ def add_equation(
         sums = "scatter" if name == "scatter-add" else None
         recorder.add("own", reads, writes, in_place=reads[0], sums=sums)
     else:
-        recorder.add("own", reads, writes, scratch=scratch)
+        recorder.add("own", reads, writes, scratch=scratch, carries=_carries(eqn, reads, writes))
     return writes
+
+
+def _carries(eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """See `Operation.carries`."""
+    params = eqn.params
+    if eqn.primitive.name == "scan":
+        first, n = params["num_consts"], params["num_carry"]
+    elif eqn.primitive.name == "while":
+        first, n = params["cond_nconsts"] + params["body_nconsts"], len(writes)
+    else:
+        return ()
+    return tuple(zip(writes[:n], reads[first : first + n], strict=True))
 
 
 # ---- views and fills ------------------------------------------------------------------------------------------------

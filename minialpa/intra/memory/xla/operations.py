@@ -25,6 +25,7 @@ class Operation(NamedTuple):
         elementwise: whether each element of the result needs one element of each operand.
         scratch: bytes of buffers only for its run.
         in_place: the operand whose buffer the result takes over, if any.
+        carries: (result, operand) of loops: the last and the first value of a carry.
         waits: for all operands.
         sums: "add" if it adds its two operands, "scatter" if it adds the others into the first.
         reduces: whether an element of the result needs many elements of an operand.
@@ -39,6 +40,7 @@ class Operation(NamedTuple):
     elementwise: bool = False
     scratch: tuple[float, ...] = ()
     in_place: int | None = None
+    carries: tuple[tuple[int, int], ...] = ()
     waits: bool = False
     sums: Literal["add", "scatter"] | None = None
     reduces: bool = False
