@@ -1,7 +1,6 @@
 """A source of batches goes in; batches on the devices, laid out as the step reads them, come out.
 
-A thread reads ahead while the step works. It refers to the source and the queue but not to the loader, so that garbage
-collection of a loader ends it.
+A thread reads ahead. It does not refer to the loader, so that garbage collection of a loader ends it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from minialpa.support.private_jax import api_boundaries
 
 OnRagged = Literal["fewer", "error", "drop"]
 
-#: Seconds that `close`, and the end of the process, wait for a source to return.
+#: Seconds that `close`, and the end of the process, wait for a source.
 _CLOSE_S, _EXIT_S = 1.0, 5.0
 
 
@@ -46,9 +45,8 @@ class DataLoader(Iterator[Any]):
                 state, loss = step(state, batch)
 
     A loader reads its source once, for one thread. Batches are NumPy arrays until the step has compiled a program for
-    their shapes, by a call or `get_executable`; the step then lays them out itself. Leaves that the step cuts into
-    micro-batches are `MicroBatchedArray`s, which `np.asarray` reads. All leaves are copies, so the source may reuse its
-    buffers.
+    their shapes, by a call or `get_executable`. Leaves that the step cuts into micro-batches are `MicroBatchedArray`s,
+    which `np.asarray` reads. All leaves are copies, so the source may reuse its buffers.
     """
 
     def __init__(
@@ -61,14 +59,13 @@ class DataLoader(Iterator[Any]):
     ) -> None:
         """Reads no batch before the first `next`.
 
-        source: an iterator, an iterable, or a function without arguments that returns one. A batch is a pytree of
-            arrays with examples along dimension 0, or a tuple of such pytrees, one for each of the step's
-            `batch_argnums`.
+        source: an iterator, an iterable, or a function that returns one. A batch is a pytree of arrays with examples
+            along dimension 0, or a tuple of such pytrees, one for each of `batch_argnums`.
         step: the function that `parallelize` returned.
         prefetch_size: most batches in the queue, each of which takes memory of the devices.
         on_ragged: for a batch with fewer examples than the first one. "fewer" returns it, and the step plans and
-            compiles for its size. "drop" leaves it out. "error" raises ShardingError with the sizes. "error" and "drop"
-            also raise ShardingError for a batch with more examples.
+            compiles for its size. "drop" leaves it out. "error" raises ShardingError. "error" and "drop" also raise
+            ShardingError for a batch with more examples.
 
         Raises MinialpaError for other values.
         """
@@ -120,7 +117,7 @@ class DataLoader(Iterator[Any]):
     # ---- the state ------------------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch that `next` returned, for `set_state`. Batches in the queue do not count.
+        """The position after the last batch that `next` returned, for `set_state`.
 
         It is the source's own state (`get_state` or `state_dict`), or else a count of batches; JSON if the source's
         state is.
@@ -130,8 +127,8 @@ class DataLoader(Iterator[Any]):
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which this or another loader gave `state`.
 
-        A source without a state of its own is reopened, and its first batches are skipped. Raises MinialpaError for an
-        iterator that is already past them, and for a source that ends before them.
+        A source without a state is reopened, and its first batches are skipped. Raises MinialpaError for an iterator
+        that is past them, and for a source that ends before them.
         """
         if self._is_closed:
             raise MinialpaError("The loader is closed. Make another `DataLoader`, and call its `set_state`.")
@@ -174,10 +171,9 @@ class DataLoader(Iterator[Any]):
 class MeshDriverDataLoader(DataLoader):
     """A `DataLoader` with Alpa's arguments, over the samples 0 to `num_samples` of a data set.
 
-    Batch k of an epoch has the samples from k * batch_size on, in order. In a session on a cluster, each worker reads
-    the samples of its devices. The calling process reads all samples in a session without workers; with workers, it
-    reads batches without a program, a smaller last batch of an epoch, and batches with leaves other than arrays of
-    numbers with examples along dimension 0.
+    Batch k of an epoch has the samples from k * batch_size on, in order. On a cluster, each worker reads the samples of
+    its devices. The calling process reads the others: batches without a program, a smaller last batch of an epoch, and
+    batches with leaves other than arrays of numbers with examples along dimension 0.
 
     An error in a worker makes `next` raise a WorkerError with the worker's traceback.
     """
@@ -238,9 +234,7 @@ def _check_arguments(step: Any, prefetch_size: Any, on_ragged: Any) -> None:
 
 
 class _Source:
-    """The batches of a user's source, and its state after the last one. `n_read` counts batches before a restored
-    state, too.
-    """
+    """`n_read` counts batches before a restored state, too."""
 
     def __init__(self, given: Any) -> None:
         is_factory = callable(given) and not isinstance(given, Iterable)
@@ -262,7 +256,7 @@ class _Source:
         return batch
 
     def state(self) -> Any:
-        """The source's own state; None if it has no state."""
+        """The source's own state, if any."""
         for holder in (self._opened_iterator(), self._given):
             if methods := state_methods(holder):
                 get, _ = methods
@@ -270,7 +264,6 @@ class _Source:
         return None
 
     def restore(self, n_read: int, state: Any) -> None:
-        """Continue after the first `n_read` batches, where the source has the state `state`."""
         if state is None:
             self._skip_to(n_read)
             return
@@ -296,7 +289,7 @@ class _Source:
         )
 
     def _skip_to(self, n_read: int) -> None:
-        """Continue after the first `n_read` batches: open the source anew if possible, and drop them."""
+        """Open the source anew if possible, and drop `n_read` batches."""
         if self._is_one_shot and n_read < self.n_read:
             raise MinialpaError(
                 f"The iterator has given {self.n_read} batches, and the state is from after batch {n_read}. Make the "
@@ -320,7 +313,7 @@ class _Source:
 
 
 def state_methods(source: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """The methods that read and set a source's state, as named by grain, or by torch and Hugging Face; or None."""
+    """The methods that read and set a source's state, as named by grain, torch or Hugging Face."""
     for getter, setter in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(source, getter) and hasattr(source, setter):
             return getattr(source, getter), getattr(source, setter)
@@ -343,14 +336,14 @@ _Outcome = _ReadBatch | _ReadError | None
 
 
 class _Batches:
-    """The batches of a source for a step, without dropped ones. For one thread at a time."""
+    """Without dropped batches. For one thread at a time."""
 
     def __init__(self, source: _Source, step: PlacesBatches, on_ragged: OnRagged) -> None:
         self._source, self._step, self._on_ragged = source, step, on_ragged
         self._first_sizes: list[int] | None = None
 
     def read(self) -> _Outcome:
-        """The next batch, or the error of the source as a value."""
+        """An error of the source is a value."""
         try:
             batch = self._source.read()
             while not self._is_accepted(batch):
@@ -367,7 +360,6 @@ class _Batches:
             return _ReadError(error)
 
     def lay_out(self, outcome: _Outcome) -> _Outcome:
-        """The batch on the devices of the step, or the error as a value."""
         if not isinstance(outcome, _ReadBatch):
             return outcome
         try:
@@ -385,16 +377,15 @@ class _Batches:
         self._first_sizes = state["sizes"]
 
     def _laid_out_batch(self, batch: Any) -> Any:
-        """The batch as `place_batch` returns it, in memory that the source does not share."""
+        """The placed batch, in memory that the source does not share."""
         placed = self._step.place_batch(batch)
         leaves = jax.tree.leaves(placed)
         if leaves and all(isinstance(leaf, UnreadArray) for leaf in leaves):
-            # No program exists yet. With a program, workers leave a leaf unread that no stage reads.
+            # No program exists yet: with one, workers leave only leaves unread that no stage reads.
             placed = jax.tree.map(np.asarray, placed)
         return jax.tree.map(_owned_leaf, placed)
 
     def _is_accepted(self, batch: Any) -> bool:
-        """Whether to return a batch of this size. Raises ShardingError for a size that `on_ragged` refuses."""
         if self._on_ragged == "fewer":
             return True
         sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())]
@@ -415,7 +406,7 @@ class _Batches:
 
 
 def _owned_leaf(leaf: Any) -> Any:
-    """A copy of a NumPy array. Arrays of Python objects are for the loop, not for the step."""
+    """Arrays of Python objects are for the loop, not for the step."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return leaf.copy() if leaf.dtype.hasobject else own_copy(leaf)
@@ -441,14 +432,14 @@ def _sizes_text(sizes: list[int]) -> str:
 
 
 class _ReaderThread:
-    """The thread that reads ahead: at most `max_queued` batches wait in its queue."""
+    """At most `max_queued` batches wait in its queue."""
 
     def __init__(self, batches: _Batches, max_queued: int) -> None:
         self._batches, self._max_queued = batches, max_queued
         self._changed = threading.Condition()
         self._queue: deque[_Outcome] = deque()
         self._has_ended = self._is_stopped = False
-        # A daemon thread, so that the process can end although a source blocks.
+        # A daemon, so that the process can end although a source blocks.
         self._thread = threading.Thread(target=self._run, name="minialpa data loader", daemon=True)
 
     def start(self) -> None:
@@ -457,7 +448,7 @@ class _ReaderThread:
         self._thread.start()
 
     def take(self) -> _Outcome:
-        """Wait for the next outcome. None at the end, after an error, and after `stop` or `end`."""
+        """None at the end, after an error, and after `stop` or `end`."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._has_ended or self._is_stopped)
             if self._is_stopped or not self._queue:
@@ -467,13 +458,13 @@ class _ReaderThread:
             return outcome
 
     def stop(self) -> None:
-        """End the thread and clear the queue, without waiting, for garbage collection."""
+        """Clear the queue, too, without waiting, for garbage collection."""
         with self._changed:
             self.end()
             self._queue.clear()
 
     def end(self) -> None:
-        """End the thread and keep the queue: a signal may come while the main thread takes a batch."""
+        """Keep the queue: a signal may come while the main thread takes a batch."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -506,7 +497,6 @@ class _ReaderThread:
             del outcome
 
     def _wait_for_space(self) -> bool:
-        """Wait until the queue has space. Returns False if the reader is stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or len(self._queue) < self._max_queued)
             return not self._is_stopped

@@ -26,7 +26,7 @@ _TOLERANCE = 1e-3
 
 
 def synthetic_text(seed: int, n: int) -> dict[str, np.ndarray]:
-    """`n` random sequences of sums: `tokens` and the `labels` that follow them, int32 [n, 64]."""
+    """Random sums: `tokens` and the `labels` that follow them, int32 [n, 64]."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(n):
@@ -40,7 +40,7 @@ def synthetic_text(seed: int, n: int) -> dict[str, np.ndarray]:
 
 
 def run_demo(n_devices: int, n_steps: int) -> int:
-    """Print the plan, both losses of each step and its time. Returns the exit status: 0 if the losses agree, else 1."""
+    """Print the plan, both losses of each step and its time. Returns 0 if the losses agree, else 1."""
     case = models.build("gpt", hidden=128, n_layers=4, n_heads=4, seq_len=_SEQ_LEN, vocab_size=16, learning_rate=3e-3)
     method = minialpa.PipeshardParallel(
         num_micro_batches=4, layer_option=minialpa.AutoLayerOption(layer_num=4), stage_option="auto"

@@ -1,7 +1,6 @@
 """The session: arguments of `init` go in; the devices that parallelized functions run on come out.
 
-A process has one session at a time. A session on a Ray cluster owns its reserved hosts and their workers. Any thread
-may call these functions, which wait while a session starts or ends.
+A process has one session at a time. Any thread may call these functions, which wait while a session starts or ends.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitArguments:
-    """The arguments of `init`, to compare a second call with the first."""
-
     cluster: Literal["local", "ray"]
     address: str | None
     num_hosts: Count | None
@@ -43,10 +40,10 @@ class InitArguments:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The devices that parallelized functions run on.
+    """The devices of parallelized functions.
 
     Attributes:
-        devices: the devices of this process; empty for a session on a Ray cluster.
+        devices: of this process; empty for a session on a Ray cluster.
         arguments: the arguments of `init`; None if the call of a function started the session.
         runtime: the `ClusterRuntime` of a session on a cluster, else None.
         training_steps: compiled training steps, the latest last; see `api.following`.
@@ -60,13 +57,7 @@ class Session:
 
 
 class _Current:
-    """The session of this process.
-
-    Attributes:
-        session: reading it needs no lock; replacing it does.
-        lock: held while a session starts or ends.
-    """
-
+    #: Reading it needs no lock; replacing it does.
     session: Session | None = None
     lock = threading.RLock()
 
@@ -86,21 +77,19 @@ def init(
     num_devices_per_node: int | None = None,
     devices_per_node: int | None = None,
 ) -> None:
-    """Choose the devices that parallelized functions run on. Without it, the first call takes all local devices.
+    """Choose the devices for parallelized functions. Without it, the first call takes all local devices.
 
     "local": the devices of this process, or `num_hosts` x `devices_per_host` of them, planned as `num_hosts` hosts.
 
     "ray": all hosts of a Ray cluster, or `num_hosts` x `devices_per_host` devices of it. The cluster is at `address`,
     at `RAY_ADDRESS`, or on this machine. If there is none, or `address` is "local", `init` starts one on this machine.
     Devices are the GPUs of the nodes. A node without GPUs has virtual CPU devices: the number in its custom resource
-    `minialpa_cpu_device`, or else `devices_per_host`, or else one for each CPU.
+    `minialpa_cpu_device`, else `devices_per_host`, else one per CPU.
 
-    A second call with the same arguments has no effect. After a WorkerError has ended the session, `init` starts a new
-    one.
+    A second call with the same arguments has no effect; after a WorkerError, it starts a new session.
 
     Args:
-        cluster: "local" or "ray".
-        address: the address of a Ray cluster. Also spelt `cluster_address`.
+        address: of a Ray cluster. Also spelt `cluster_address`.
         num_hosts: number of hosts; None for all. Also spelt `num_nodes`.
         devices_per_host: devices of each host; None for all. Also spelt `num_devices_per_node` or `devices_per_node`.
         namespace: the Ray namespace.
@@ -132,7 +121,7 @@ def init(
         elif session is not None and session.arguments is not None:
             raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
 
-        # A session that the call of a function started is local, so it has no workers to end.
+        # A session that a function's call started is local: no workers to end.
         _Current.session = _start_session(arguments)
 
 
@@ -165,9 +154,9 @@ def shutdown() -> None:
 def available_hosts() -> int:
     """The number of hosts that `restart` would get: hosts of the session that still answer, and free hosts.
 
-    It is at most `num_hosts` of `init`, and constant for a session in this process. On a Ray cluster, it connects to
-    each node, since Ray still lists lost nodes for a while; the session continues. This takes less than half a second,
-    or some seconds after a failure. The number is 0 if the head of the cluster does not answer or was restarted.
+    It is at most `num_hosts` of `init`, constant for a session in this process, and 0 if the head of the Ray cluster
+    does not answer or was restarted. It connects to each node, since Ray still lists lost nodes for a while; the
+    session continues. This takes less than half a second, or some seconds after a failure.
 
     Raises MinialpaError if there is no session.
     """
@@ -183,7 +172,7 @@ def restart() -> None:
     On a Ray cluster, the new session has at most `num_hosts` hosts: with `num_hosts=4`, it continues on two hosts after
     two were lost, and a later `restart` may have four. Cluster and kind of devices stay the same. With
     `devices_per_host`, only nodes with so many free devices are hosts. Arrays are lost, except fetched values: restore
-    a checkpoint. The next call of a parallelized function makes a new plan.
+    a checkpoint. The next call makes a new plan.
 
     In this process, devices stay the same and arrays valid.
 
@@ -195,7 +184,7 @@ def restart() -> None:
         if session.runtime is None:
             _Current.session = _local_session(session.arguments)
         else:
-            # The old session stays until then: other threads get its error and start no local session.
+            # Until then, other threads get the old session's error and start no local session.
             _Current.session = _session_on(session.runtime.restarted(), session.arguments)
 
 
@@ -206,7 +195,7 @@ def _session_for(function: str) -> Session:
 
 
 def failure(session: Session) -> WorkerError | None:
-    """The error that has ended a session, even before a call raises it, or None."""
+    """The error that has ended a session, if any, even before a call raises it."""
     if session.runtime is None:
         return None
     try:
@@ -221,13 +210,13 @@ def current_session() -> Session:
     session = _Current.session
     if session is None:
         with _Current.lock:
-            # Another thread may have started a session while this one waited for the lock.
+            # Another thread may have started one.
             session = _Current.session = _Current.session or _local_session(None)
     return session
 
 
 def running_session() -> Session | None:
-    """The session or None. Neither starts a session nor waits."""
+    """Neither starts a session nor waits."""
     return _Current.session
 
 
@@ -256,7 +245,7 @@ def _ray_session(arguments: InitArguments) -> Session:
 def _session_on(cluster: Launcher, arguments: InitArguments | None) -> Session:
     from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 
-    # An error or an interrupt must return the reserved hosts, until a session owns them.
+    # Until a session owns the reserved hosts, an error must return them.
     try:
         spec = cluster.describe()
     except BaseException:
@@ -270,10 +259,7 @@ def _session_on(cluster: Launcher, arguments: InitArguments | None) -> Session:
 
 
 def _leave_gpus_to_workers() -> None:
-    """Make jax in this process use the CPU, unless the user has set `jax_platforms`.
-
-    Otherwise it would take most of the GPU memory, which the worker needs.
-    """
+    """Otherwise jax in this process would take most of the GPU memory. The user's `jax_platforms` stays."""
     if jax.config.jax_platforms:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_platforms", "cpu")
@@ -305,7 +291,7 @@ def _local_session(arguments: InitArguments | None) -> Session:
 
 
 def describe_devices(devices: Sequence[jax.Device], hosts: int = 1) -> ClusterSpec:
-    """The cluster preset for this kind of devices, with the memory of the first device."""
+    """The preset for these devices, with the memory of the first."""
     name: PresetName = "cpu" if devices[0].platform == "cpu" else gpu_preset(devices[0].device_kind)
     spec = ClusterSpec.preset(name, num_hosts=hosts, devices_per_host=len(devices) // hosts)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")

@@ -1,8 +1,8 @@
 """The loop around a training step: a step, a state and batches go in; a trained state and checkpoints come out.
 
-The loss of a worker ends a session and its arrays. `train` then starts a session on the remaining hosts, plans the step
-for them, reads the last checkpoint into the new shardings, and continues with the next batch. After each checkpoint it
-takes in new hosts in the same way.
+The loss of a worker ends a session and its arrays. `train` then starts a session on the remaining hosts, plans for
+them, reads the last checkpoint into the new shardings, and continues. After each checkpoint it takes in new hosts
+likewise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from minialpa.support.private_jax import api_boundary, warn
 
 _log = logging.getLogger(__name__)
 
-#: So many losses without a new step show that the step is the cause.
+#: Losses without a new step that show the step to be the cause.
 _MOST_LOSSES = 3
 #: Seconds between attempts to find a host.
 _LOOK_EVERY_S = 2.0
@@ -44,7 +44,6 @@ _LOOK_EVERY_S = 2.0
 What = Literal[
     "unusable", "loaded", "planned", "compiled", "created", "restored", "saved", "ended", "lost", "restarted"
 ]
-#: Events that are logged as warnings.
 _WARNINGS = ("unusable", "lost", "restarted")
 #: Default of `save_every` and `evaluate_every`, and of `max_to_keep`.
 _EVERY, _MOST_KEPT = 100, 3
@@ -55,9 +54,9 @@ class StepReport:
     """The results of a step.
 
     Attributes:
-        n_steps: number of steps of the run so far, including this one.
+        n_steps: steps of the run so far, including this one.
         metrics: numbers and NumPy arrays.
-        evaluation: the result of `evaluate` for the state after this step, if it was called.
+        evaluation: result of `evaluate` after this step, if called.
     """
 
     n_steps: int
@@ -76,8 +75,8 @@ class TrainingEvent:
             "created", "restored": the state is new, or from a checkpoint.
             "saved": the files of a checkpoint are complete.
             "ended": the batches ended before `n_steps` steps.
-            "lost", "restarted": the session was lost; a new one runs on the available hosts.
-            "unusable": the plan of a checkpoint failed, so the step is planned anew.
+            "lost", "restarted": the session was lost; a new one runs.
+            "unusable": the plan of a checkpoint failed; the step has a new one.
         n_steps: number of steps before the event; for a checkpoint, its step.
         seconds: how long the loop waited. Threads write a checkpoint during the next steps.
         text: a description.
@@ -124,28 +123,27 @@ def train(
     """Repeat `state, metrics = step(state, batch)`, from the last checkpoint in `folder` if it has one.
 
     Args:
-        step: the function that `parallelize` returned. Its two arguments are any pytrees.
-        create_state: a function without arguments that makes the first state; each leaf is made where the step reads
-            it.
+        step: the function that `parallelize` returned. Its two arguments are pytrees.
+        create_state: makes the first state, without arguments; each leaf is made where the step reads it.
         batches: a function that returns an iterator over the same batches each time; or an iterable; or an iterator
             with a state of its own, as in grain. `DataLoader` reads them ahead.
-        n_steps: number of steps of the whole run, including steps before the checkpoint; None for one step per batch.
+        n_steps: steps of the whole run, including steps before the checkpoint; None for one per batch.
         folder: a folder for checkpoints that every host sees. With None, a loss ends the run. The first checkpoint may
             hold pretrained weights: `save_checkpoint(folder, state, step=0)`.
         save_every: steps between checkpoints; None for 100. The last step has one, too.
         max_to_keep: number of checkpoints that stay; None for all.
-        report: called for each step, in order, when its metrics are on the host, possibly during the next step. After a
-            restart, lost steps are repeated and reported a second time.
+        report: called for each step, in order, possibly during the next step. After a restart, lost steps are repeated
+            and reported a second time.
         evaluate: called with the state, which it must not change.
         evaluate_every: steps between evaluations; None for 100. Step `n_steps` has one, too.
         prefetch_size: number of batches to read ahead.
         wait_for_hosts_s: seconds to wait for a host after all were lost.
 
     The logger `minialpa.training` logs events: losses, restarts and unusable plans as warnings, others as information.
-    Each checkpoint has the plan, for a restart on the same devices. A UserWarning reports batches that end before
-    `n_steps`.
+        Each checkpoint has the plan, for a restart on the same devices. A UserWarning reports batches that end before
+        `n_steps`.
 
-    Clusters send SIGTERM before they take a machine away. With a folder, `train` then finishes the step, saves a
+    At SIGTERM, which clusters send before they take a machine away, `train` with a folder finishes the step, saves a
     checkpoint, and lets the signal end the process. Without a state to save, the signal acts at once.
 
     Raises the WorkerError if a session is lost without a folder, or three times at the same step; MinialpaError for
@@ -188,8 +186,6 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The arguments of `train`."""
-
     step: ParallelizedFunc
     create_state: Callable[[], Any]
     batches: Any
@@ -208,15 +204,15 @@ class _Run:
 
 
 class _Progress:
-    """The facts about a run that outlive a session.
+    """Facts that outlive a session.
 
     Attributes:
         n_done: number of steps of the present state.
-        first_batch: the state of the data loader before its first batch, once it is known.
+        first_batch: the state of the data loader before its first batch.
         is_terminated: whether SIGTERM came.
         loader: the loader of the session, whose batches SIGTERM ends.
-        has_state: whether this session has a state to save.
-        saving: the step of the checkpoint that is being written, and the seconds that the loop waited for it.
+        has_state: whether there is a state to save.
+        saving: step of the checkpoint that is being written, and seconds that the loop waited for it.
     """
 
     def __init__(self) -> None:
@@ -246,7 +242,7 @@ class _Progress:
         self.note(what, time.monotonic() - start_s, text)
 
     def note_loss(self, error: WorkerError, *, can_go_on: bool) -> None:
-        """Note that the session has ended. Raises `error` if the run cannot go on."""
+        """Raises `error` if the run cannot go on."""
         self._n_losses = 1 if self.n_done > self._most_steps_done else self._n_losses + 1
         self._most_steps_done = max(self._most_steps_done, self.n_done)
         self.note("lost", 0.0, f"The session is lost: {error}")
@@ -262,7 +258,7 @@ class _Progress:
 
 @contextmanager
 def _interrupt_noted(progress: _Progress) -> Iterator[None]:
-    """Note an interrupt, since Python drops a KeyboardInterrupt in a callback of C code."""
+    """Python drops a KeyboardInterrupt in a callback of C code."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -293,7 +289,7 @@ def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
         return
 
     def restore_signal() -> None:
-        """Let SIGTERM have its former effect."""
+        """Restore the former effect."""
         signal.signal(signal.SIGTERM, before)
         if progress.is_terminated:
             signal.raise_signal(signal.SIGTERM)
@@ -315,7 +311,7 @@ def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
 
 
 def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> TrainingResult | None:
-    """Train until the run is complete or SIGTERM ends it. None if hosts were added, so a new session should start."""
+    """Train in one session. None if hosts were added, so a new session should start."""
     loader = progress.loader = resources.enter_context(DataLoader(run.batches, run.step, run.prefetch_size))
     manager = None
     if run.folder is not None:
@@ -356,7 +352,7 @@ def _evaluation(run: _Run, n_done: int, state: Any) -> Any:
 
 
 def _first_batch(progress: _Progress, loader: DataLoader) -> Any:
-    """The first batch of the run. It comes before the state, since its shapes decide the plan."""
+    """The first batch comes before the state, since its shapes decide the plan."""
     if progress.first_batch is None:
         progress.first_batch = loader.get_state()
     loader.set_state(progress.first_batch)
@@ -371,8 +367,6 @@ def _first_batch(progress: _Progress, loader: DataLoader) -> Any:
 
 
 class _Checkpoints:
-    """Saves the states of a session, if there is a manager."""
-
     def __init__(
         self, run: _Run, progress: _Progress, manager: CheckpointManager | None, loader: DataLoader, plan: Plan
     ) -> None:
@@ -380,7 +374,6 @@ class _Checkpoints:
         self._loader, self._plan = loader, plan
 
     def save_if_due(self, state: Any, reports: _Reports) -> bool:
-        """Save after every `save_every` steps, once their reports are out. Returns whether it was due."""
         if self._manager is None:
             return False
         if not self._manager.is_saving():
@@ -392,7 +385,7 @@ class _Checkpoints:
         return True
 
     def save_end(self, state: Any) -> None:
-        """Save the last state, unless it is saved, and wait for its files."""
+        """Save the last state unless it is saved, and wait."""
         # Before the first step, the loader has read a batch, so its position does not fit the state.
         if self._manager is not None and self._progress.n_done not in (0, *self._manager.all_steps()):
             self._save(self._manager, state)
@@ -415,7 +408,7 @@ class _Checkpoints:
 def _first_state(
     run: _Run, progress: _Progress, loader: DataLoader, manager: CheckpointManager | None, batch: Any
 ) -> tuple[Any, Plan, Iterator[Any]]:
-    """The last saved state, or a new one; the plan for this session; the batches that follow."""
+    """The last saved or a new state, the plan, the batches that follow."""
     n_saved = None if manager is None else manager.latest_step()
     progress.n_done = n_saved or 0
     if run.n_steps is not None and progress.n_done > run.n_steps:
@@ -451,7 +444,7 @@ def _first_state(
 def _plan_and_compile(
     run: _Run, progress: _Progress, state: Any, batch: Any, saved: CheckpointManager | None
 ) -> tuple[Plan, Any]:
-    """The plan for this session and its executable. saved: the checkpoints whose plan to try first, or None."""
+    """Plan and executable. saved: the checkpoints whose plan to try first."""
     try:
         given = None if saved is None else _saved_plan(saved)
         if given is not None:
@@ -485,7 +478,7 @@ def _saved_plan(manager: CheckpointManager) -> Plan:
 
 
 def _saved_data(manager: CheckpointManager, n_saved: int) -> dict[str, Any]:
-    """Position in the batches and method, from a checkpoint; empty for pretrained weights."""
+    """Position in the batches, and method; empty for pretrained weights."""
     data = manager.load_data(n_saved)
     if isinstance(data, dict) and data.keys() == {"batches", "method"}:
         return data
@@ -498,7 +491,7 @@ def _saved_data(manager: CheckpointManager, n_saved: int) -> dict[str, Any]:
 
 
 def _one_step(run: _Run, state: Any, batch: Any, first_types: str) -> tuple[Any, Any]:
-    """The new state and the metrics. Raises MinialpaError for another result, or if a batch has other types."""
+    """Raises MinialpaError for a wrong result, or if a batch has other types."""
     try:
         result = run.step(state, batch)
     except (TypeError, ValueError) as error:
@@ -521,7 +514,7 @@ def _returned_text(result: Any) -> str:
 
 
 def _types_text(batch: Any) -> str:
-    """Path, dtype and shape of each leaf, such as "['x'] float32[8, 16]"."""
+    """For example "['x'] float32[8, 16]"."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return ", ".join(
         f"{jax.tree_util.keystr(path)} {getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
@@ -537,7 +530,6 @@ class _Reports:
         self._waiting: tuple[int, Any, Any] | None = None
 
     def add(self, n_steps: int, metrics: Any, evaluation: Any) -> None:
-        """Report the previous step; keep this one."""
         self.give()
         self._waiting = n_steps, metrics, evaluation
 
@@ -551,7 +543,6 @@ class _Reports:
 
 
 def _on_host(values: Any) -> Any:
-    """Leaves as NumPy arrays, or as numbers if they have no dimensions."""
     prefetch(values)
 
     def fetch(leaf: Any) -> Any:
@@ -562,7 +553,7 @@ def _on_host(values: Any) -> Any:
 
 
 def _restart(run: _Run, progress: _Progress) -> None:
-    """Start a session on the hosts that answer; wait for a host up to `wait_for_hosts_s`."""
+    """Wait for a host up to `wait_for_hosts_s`."""
     start_s = time.monotonic()
     while True:
         try:
@@ -585,7 +576,6 @@ def _hosts_text() -> str:
 
 
 def _check_arguments(step: Any, create_state: Any, batches: Any) -> None:
-    """Raise MinialpaError for wrong arguments of `train`."""
     if not isinstance(step, ParallelizedFunc):
         raise MinialpaError(f"Pass the function that `parallelize` returned as `step`; got a {type(step).__name__}.")
     if not callable(create_state):
@@ -607,10 +597,7 @@ def _check_arguments(step: Any, create_state: Any, batches: Any) -> None:
 
 
 def _check_used(given: Mapping[str, tuple[Any, Any]], option: str, value: Any) -> None:
-    """Raise MinialpaError for an argument without effect, because the argument `option` is None.
-
-    given: the value and the default of each argument.
-    """
+    """Raise MinialpaError for an argument without effect, because `option` is None. given: values and defaults."""
     for name, (found, default) in given.items():
         if value is None and found != default:
             raise MinialpaError(f"`{name}={found!r}` has no effect without `{option}`. Pass `{option}=...`, too.")

@@ -1,7 +1,7 @@
 """A quick test whether a call is like the last one: arguments go in; their leaves, or None, come out.
 
-In a training loop, only the values of arrays change. A `CallPattern` of one call compares everything else with the next
-call: static arguments, structure, functions, modules, types of leaves, settings of jax.
+In a training loop, only the values of arrays change. A `CallPattern` compares everything else: static arguments,
+structure, functions, modules, types of leaves, settings of jax.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minialpa.support.private_jax import current_settings
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The leaves of a call that is like an earlier call, as in `Call.leaves`. result_of: as in `CallPattern`."""
+    """The leaves of a call, as in `Call.leaves`. result_of: as in `CallPattern`."""
 
     leaves: list[Any]
     result_of: Callable[[Sequence[Any]], Any]
@@ -54,7 +54,7 @@ class CallPattern:
     result_of: Callable[[Sequence[Any]], Any]
 
     def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Match | None:
-        """The leaves of a call in which only values are new; None for another call, or one that must fail."""
+        """None for another call, or one that must fail."""
         given = self._dynamic_arguments(args, kwargs) if current_settings() == self.settings else None
         if given is None:
             return None
@@ -72,7 +72,6 @@ class CallPattern:
         return Match(found, result_of if modules is None else lambda made: result_of(modules.update(nodes, made)))
 
     def _dynamic_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """The dynamic arguments, or None if names or static values differ."""
         if len(args) != self.n_args or len(kwargs) != len(self.keywords) or not kwargs.keys() >= set(self.keywords):
             return None
         given = (*args, *(kwargs[name] for name in self.keywords)) if kwargs else args
@@ -83,7 +82,7 @@ class CallPattern:
         return tuple(given[i] for i in self.dynamic)
 
     def _array_leaves(self, leaves: list[Any]) -> list[Any] | None:
-        """The leaves of a `Call`; None if types differ, an array is deleted, or another leaf has a new value."""
+        """None if types differ, an array is deleted, or another leaf has a new value."""
         if self.hidden and not all(_equals_known(leaves[i], value) for i, value in self.hidden):
             return None
         if self.arrays is not None:
@@ -112,14 +111,13 @@ class ModulePattern:
         return [id(nodes[i]) for i in self.shared] == self.ids
 
     def update(self, nodes: Sequence[Any], made: Sequence[Any]) -> Sequence[Any]:
-        """Give variables the new values in `made`; returns the other leaves of `made`."""
         for i, value in zip(self.variables, made, strict=False):
             nodes[i].set_raw_value(value)
         return made[len(self.variables) :]
 
 
 def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
-    """The pattern of a call whose result has the pytree `out_tree`; None if other calls cannot be compared with it."""
+    """None if other calls cannot be compared with this one."""
     tree, names = call.tree
     keywords = tuple(name for name in (*names, *dict(call.static)) if isinstance(name, str))
     place = {name: i for i, name in enumerate((*range(call.n_args), *keywords))}
@@ -135,7 +133,7 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
             return None
         arrays, out_tree = found, out_tree.children()[1]
 
-    # An array that modules hold in two places is a leaf of the call once. Its other place is no part of the program.
+    # An array that modules hold in two places is a leaf once.
     found_leaves = {ById(values[i]) for i in arrays} if modules else set()
     hidden = [i for i in sorted(set(range(len(values))).difference(arrays)) if ById(values[i]) not in found_leaves]
     return CallPattern(
@@ -154,7 +152,7 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
 
 
 def _module_pattern(call: Call, nodes: Sequence[Any]) -> ModulePattern | None:
-    """The pattern of the modules of a call; None if they hold something other than variables of arrays."""
+    """None if modules hold something other than variables of arrays."""
     module: Any = graph_node_class()
     variable: Any = variable_class()
     if call.graph is None or not hasattr(variable, "set_raw_value"):
@@ -178,7 +176,6 @@ def _positions(leaves: Sequence[Any], values: Sequence[Any]) -> tuple[int, ...] 
 
 
 def _flatten_with_nodes(given: Any) -> tuple[list[Any], PyTreeDef, list[Any]]:
-    """Leaves, structure and all nodes, outer nodes first."""
     nodes: list[Any] = []
 
     def note(node: Any) -> bool:

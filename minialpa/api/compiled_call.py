@@ -1,4 +1,4 @@
-"""Calls of a compiled step: arguments go in and are checked, the program runs, and the result comes out."""
+"""Calls of a compiled step: arguments go in and are checked, the result comes out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledCall:
-    """Calls an executable with the arguments of its step. It does not keep the parallelized function alive.
+    """Calls an executable. It does not keep the parallelized function alive.
 
     Attributes:
         bound: the object of a bound method; empty for functions.

@@ -1,7 +1,6 @@
 """Functions that run where a training step keeps its state, although their method does not name that step.
 
-Example: `evaluate(state, batch)` with `AutoParallel()`, after `train_step` has put `state` on two meshes.
-`find_followed` finds the training step of the session on whose meshes arguments are, and `evaluate` is planned there.
+After `train_step` has put `state` on two meshes, `evaluate(state, batch)` with `AutoParallel()` is planned there.
 Training steps follow only their own method.
 """
 
@@ -24,13 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """A compiled training step of a session.
-
-    Attributes:
-        executable: a weak reference, which returns None after the executable is gone.
-        target: the cluster and devices of its plan.
-    """
-
     name: str
     executable: Callable[[], Executable | None]
     target: Target
@@ -76,7 +68,6 @@ def computes_gradients(traced: TracedStep) -> bool:
 
 
 def note_training_step(session: Session, name: str, executable: Executable, target: Target) -> None:
-    """Make a training step the latest of the session, for `find_followed`."""
     known = session.training_steps
     if not any(step.executable() is executable for step in known):
         known.append(TrainingStep(name, weakref.ref(executable), target))

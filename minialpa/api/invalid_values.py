@@ -24,15 +24,12 @@ def checks_values() -> bool:
 
 
 def call_checked(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of `call`. Raises FloatingPointError, which names the leaf and the step `name`, for a forbidden
-    value.
-    """
+    """Raises FloatingPointError, with the leaf and the step `name`, for a forbidden value."""
     config: Any = jax.config  # which does not declare its flags
     tests = {"nan": np.isnan if config.jax_debug_nans else None, "inf": np.isinf if config.jax_debug_infs else None}
     given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
     _, graph = split_graph(dict(given))  # the structure of modules of flax.nnx among the arguments, or None
-    # The step donates copies, so that the user can inspect the arguments after an error. Modules are not copied: they
-    # get their new values in place.
+    # The step donates copies: the user can inspect arguments after an error. Modules get new values in place.
     if graph is None:
         args, kwargs = jax.tree.map(_copy, (args, kwargs))
     with jax.debug_nans(False), jax.debug_infs(False):

@@ -1,4 +1,4 @@
-"""A function that is jitted already goes in; the function inside and the options of its wrapper come out.
+"""A jitted function goes in; the function inside and the options of its wrapper come out.
 
 Wrappers are `jax.jit`, `flax.nnx.jit` and `equinox.filter_jit`, also inside `functools.partial` or as methods. Of
 nested wrappers the outermost counts, as in jax.
@@ -70,10 +70,7 @@ Unjitted = tuple[Callable[..., Any], JitOptions]
 
 
 def unjitted(fun: Any) -> Unjitted:
-    """The function inside the wrapper, and its options. Other functions return unchanged.
-
-    Raises ShardingError or TraceError for a wrapper that cannot be taken off.
-    """
+    """Other functions return unchanged. Raises ShardingError or TraceError for a wrapper that cannot be taken off."""
     return _unjitted(fun) or (fun, JitOptions())
 
 
@@ -110,7 +107,7 @@ def _of_jit(fun: Any) -> Unjitted | None:
 
 
 def _options_of_jit(fun: Any, outer: Any) -> JitOptions | None:
-    """The options of the `jax.jit` function `fun` for calls of `outer`. Warns of, or refuses, other options."""
+    """The options for calls of `outer`. Warns of, or refuses, other options."""
     given = options_of_jit(fun)
     if given is None:
         return None
@@ -202,7 +199,6 @@ def _known(fun: Any, numbers: Iterable[int], names: Iterable[str]) -> Arguments:
 
 
 def _after(given: Arguments, bound: Any, n_bound: int) -> Arguments:
-    """The arguments of `given` that `bound` still takes."""
     if given[0] == "auto":
         return _AUTO
     numbers = [number - n_bound for number in given[0] if number >= n_bound]

@@ -1,6 +1,6 @@
 """The function that `parallelize` returns: the arguments of a call go in, its results come out.
 
-A call with new shapes is bound, traced, planned, compiled and run. A call like the last one is only compared and run.
+A call with new shapes is traced, planned and compiled. A call like the last one is only compared and run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from minialpa.plan.check import PlanCheck
     from minialpa.runtime.executable import Executable
 
-#: Most arguments of a step in one message.
+#: Most arguments in one message.
 _MOST_CHANGES = 8
 
 P = ParamSpec("P")
@@ -88,7 +88,7 @@ def _without_mesh(fun: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-#: A program, and the function from the leaves that it returns to the result of the call.
+#: A program, and the function from its leaves to the result of the call.
 Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
 
 
@@ -107,7 +107,6 @@ class LastCall:
     pattern: CallPattern | None
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Match | None:
-        """The leaves of a call that runs the same program, or None."""
         if self.pattern is None or self.session is not running_session():
             return None
         is_current = len(self.session.training_steps) == self.n_training_steps
@@ -216,8 +215,8 @@ class ParallelizedFunc:
             planning_effort,
             shardings,
         )
-        # Programs by the key of the call, the session, and the meshes of a followed training step. One thread compiles
-        # at a time.
+        # By the key of the call, the session, and the meshes of a followed training step. One thread compiles at a
+        # time.
         self._executables: dict[tuple[Any, ...], Compiled] = {}
         self._compiling = threading.RLock()
         self._earlier_types: dict[str, str] | None = None  # types of the leaves of the last call that was compiled
@@ -262,7 +261,6 @@ class ParallelizedFunc:
         return method
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call with these arguments, after the object of a bound method."""
         return self._parameters.bind((*self._bound, *args), kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., ParallelizedFunc], tuple[Any, ...]]:
@@ -478,7 +476,6 @@ class ParallelizedFunc:
 
     @_without_mesh
     def _find_program(self, call: Call, session: Session) -> Compiled:
-        """The program for a call on the present meshes, compiled if there is none."""
         key = call.key()
         followed = self._find_followed(key, call, session)
         where = (session.devices, session.cluster, session.runtime, followed and followed.meshes)
@@ -493,7 +490,7 @@ class ParallelizedFunc:
     def _keep_program(
         self, call: Call, session: Session, followed: Followed | None, compile_: Callable[[], Executable]
     ) -> Compiled:
-        """The known program for a call, or else the result of `compile_`."""
+        """A known program, or else the result of `compile_`."""
         key, where = call.key(), (session.devices, session.cluster, session.runtime)
         with self._compiling:  # threads that make the first call at the same time compile once
             found = self._executables.get((key, *where, followed and followed.meshes))
@@ -504,14 +501,14 @@ class ParallelizedFunc:
                 executable.call = CompiledCall(
                     name=self._name, parameters=self._parameters, bound=self._bound, key=key, result_of=found[1]
                 )
-                # A training step follows no other step. Only tracing shows whether this is a training step.
+                # Only tracing shows whether this is a training step, which follows no other step.
                 meshes = None if followed is None or key in self._training_keys else followed.meshes
                 self._executables[key, *where, meshes] = found
                 self._earlier_types = self._parameters.leaf_types(call)
             return found
 
     def _find_followed(self, key: Hashable, call: Call, session: Session) -> Followed | None:
-        """The step whose meshes have the arguments of a call (`find_followed`); None for a training step."""
+        """A step to follow; None for a training step."""
         if not session.training_steps or key in self._training_keys:
             return None
         return find_followed(session, self._method, call.leaves)
@@ -570,9 +567,7 @@ class ParallelizedFunc:
     def _plan_for(
         self, call: Call, traced: TracedStep, session: Session | None = None, followed: Followed | None = None
     ) -> tuple[Plan, Target]:
-        """The plan for a traced call, and the devices that run it.
-
-        A plan from `use_plan` comes first. Otherwise, a call without gradients runs on the meshes of `followed`, if
+        """A plan from `use_plan` comes first. Otherwise, a call without gradients runs on the meshes of `followed`, if
         possible; else the method decides.
         """
         target = self.target(session)
@@ -592,9 +587,8 @@ class ParallelizedFunc:
         return (self._plan_by_method(traced, target), target) if plan is None else (plan, followed.target)
 
     def _plan_with_pins(self, call: Call, traced: TracedStep, target: Target, pins: Pins) -> Plan:
-        """The plan of this function's own method, with pins and shardings that may be left out.
-
-        These are the shardings of `jax.jit`, of types on Explicit axes, and of arrays on the user's mesh.
+        """The plan with shardings that may be left out: of `jax.jit`, of types on Explicit axes, and of arrays on the
+        user's mesh.
         """
         if self._are_pins_of_jit and pins != NO_PINS:
             plan, error = self._plan_with_wishes(traced, target, pins)
@@ -627,7 +621,6 @@ class ParallelizedFunc:
         return find_pins(call, traced, *self._shardings, finds_static=self._finds_static)
 
     def _plan_by_method(self, traced: TracedStep, target: Target, pins: Pins = NO_PINS) -> Plan:
-        """The plan of this function's own method, or of `use_plan`."""
         with self._explained(traced):
             plan = self._planner.plan(traced, target, is_first=self._earlier_types is None, pins=pins)
         pins.check(plan)
@@ -635,7 +628,7 @@ class ParallelizedFunc:
 
     @contextmanager
     def _explained(self, traced: TracedStep) -> Iterator[None]:
-        """Errors about examples name the arguments that were found to hold them. Errors have public types."""
+        """Errors about examples name the arguments that hold them. Errors have public types."""
         try:
             yield
         except (TraceError, InfeasibleError) as error:
@@ -651,7 +644,7 @@ class ParallelizedFunc:
 
     @_without_mesh
     def _trace(self, call: Call) -> TracedStep:
-        """The traced step, with recognised attentions as the method asks."""
+        """With recognised attentions as the method asks."""
         with phase("tracing", ticks=False):
             traced = self._traced_as_written(call)
             attention = attention_of(self._method)
@@ -673,7 +666,7 @@ class ParallelizedFunc:
             )
 
     def _traced_as_written(self, call: Call) -> TracedStep:
-        """The traced step with its examples and state found, and attentions not recognised yet."""
+        """The traced step with examples and state, before attentions are recognised."""
         tree, names = call.tree
         values = jax.tree.unflatten(tree, call.leaves)
         paths, numbers = self._parameters.paths(call)
@@ -706,14 +699,13 @@ class ParallelizedFunc:
         if known.batch != "auto":
             return traced
 
-        # The traced program shows which arguments the step updates, and how the others reach the loss.
+        # The program shows which arguments the step updates, and how the others reach the loss.
         found = find_batch(traced, numbers, () if known.donate == "auto" else known.donate)
         if isinstance(found, NoBatch):
             traced, found = dataclasses.replace(traced, no_batch=found), ()
         return with_batch(traced, found, arg_of_leaf=numbers, donate=known.donate, state_like=state_like)
 
     def _state_like(self, call: Call, names: Sequence[int | str], values: Sequence[Any]) -> list[int]:
-        """The arguments that are a training state by type: a module of flax.nnx or a `TrainState`."""
         modules = () if call.graph is None else call.graph.names
         is_state = [name in modules or is_train_state(value) for name, value in zip(names, values, strict=True)]
         return [self._parameters.number(name) for name, found in zip(names, is_state, strict=True) if found]

@@ -98,9 +98,7 @@ NO_PINS = Pins()
 
 
 def find_pins(call: Call, traced: TracedStep, in_shardings: Any, out_shardings: Any, *, finds_static: bool) -> Pins:
-    """The pins of a traced call.
-
-    in_shardings, out_shardings: as `jax.jit` takes them, or "auto" without pins.
+    """in_shardings, out_shardings: as `jax.jit` takes them, or "auto" without pins.
     finds_static: whether static arguments are found, so that `in_shardings` may have entries for them.
 
     Raises ShardingError for other values, and for shardings that do not fit their arrays.
@@ -126,8 +124,6 @@ def find_pins(call: Call, traced: TracedStep, in_shardings: Any, out_shardings: 
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """An entry for an argument or result leaf."""
-
     side: str
     path: str
     entry: NamedSharding | PartitionSpec
@@ -165,7 +161,7 @@ class _Pin:
 def _of_arguments(
     call: Call, traced: TracedStep, shardings: Any, finds_static: bool
 ) -> Iterator[tuple[str, str, Any, tuple[int, ...]]]:
-    """Option, path, entry and shape of each argument leaf, and of each leaf of a module that the step updates."""
+    """Option, path, entry and shape of each argument leaf, and each leaf of an updated module."""
     if isinstance(shardings, str) and shardings == "auto":
         return
     tree, names = call.tree

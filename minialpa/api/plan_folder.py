@@ -1,8 +1,7 @@
 """Plans for later runs of a script: the inputs of planning go in; a plan, from a folder or new, comes out.
 
 A digest of the inputs names a file: traced step, cluster, options, user's rules, minialpa's source and jax's version.
-Its first line is their text; the plan follows. A new plan replaces a file with other text or an incomplete file. The
-user's folder is `~/.cache/minialpa/plans` or similar.
+Its first line is their text; the plan follows. The user's folder is `~/.cache/minialpa/plans` or similar.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from minialpa.tracing.trace import TracedStep
 
 #: Most bytes of all plans in the user's folder.
 _MOST_BYTES = 2**28
-#: Equations of the smallest step whose plan is kept there. Smaller steps are planned in a second or two.
+#: Equations of the smallest step with a plan there. Smaller steps are planned in a second or two.
 _LEAST_EQUATIONS = 1000
 
 
@@ -46,7 +45,7 @@ class PlanFolder:
     path: Path | None
 
     def planned(self, traced: TracedStep, options: PlanOptions, target: Target, make: Callable[[], Plan]) -> Plan:
-        """The plan of a step from the folder. If it is absent, `make` returns it, and the folder keeps it."""
+        """The plan from the folder; if absent, `make` returns it, and the folder keeps it."""
         folder = self.path
         if folder is None and len(traced.flat.eqns) >= _LEAST_EQUATIONS:
             folder = users_cache("plans")
@@ -137,7 +136,7 @@ def _read_plan(file: Path, inputs_text: str) -> Plan | None:
 
 @functools.cache
 def _source_digest() -> str:
-    """A digest of minialpa's source, since a changed planner may plan differently."""
+    """A changed planner may plan differently."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for file in sorted(root.rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())

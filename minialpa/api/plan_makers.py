@@ -1,7 +1,6 @@
 """How plans are made: a traced step and the devices go in; a function from options to a verified plan comes out.
 
-It raises InfeasibleError or TraceError if there is no plan. The planner is imported at its first use, since that takes
-long.
+It raises InfeasibleError or TraceError if there is no plan. Importing the planner takes long, so functions do it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ MakePlan = Callable[[PlanOptions, Relax | None], Plan]
 
 
 def planning(traced: TracedStep, target: Target, folder: PlanFolder | None = None) -> MakePlan:
-    """Plans for `target`, which `folder` keeps for later runs."""
-
     def make(options: PlanOptions, relax: Relax | None) -> Plan:
         final_options = options if relax is None else options.relaxed(relax)
         if folder is None:
@@ -45,7 +42,6 @@ def planning(traced: TracedStep, target: Target, folder: PlanFolder | None = Non
 
 
 def following(traced: TracedStep, method: FollowParallel, target: Target) -> MakePlan:
-    """Plans on the meshes of the plan that `method` follows."""
     return lambda options, relax: follow_plan(traced, method.source(), None, options, target, relax)
 
 

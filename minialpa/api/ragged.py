@@ -39,7 +39,7 @@ def explain_fewer(traced: TracedStep, asked: int, n: int) -> str:
 
 
 def warn_of_fewer(traced: TracedStep, asked: int, plan: Plan) -> None:
-    """Warn if the plan has fewer micro-batches than asked, because the number asked does not divide the batch."""
+    """Warn if the number asked does not divide the batch."""
     if traced.batch_size is None or traced.batch_size % asked == 0:
         return
     warn(
@@ -60,14 +60,14 @@ def explain_most(traced: TracedStep, options: PlanOptions, error: InfeasibleErro
 
 
 def is_uneven(error: InfeasibleError) -> bool:
-    """Whether planning failed because the devices do not divide the examples as required."""
+    """Whether the devices do not divide the examples as required."""
     from minialpa.intra.graph.option_constraints import UnevenBatchError
 
     return _is_caused_by(UnevenBatchError, error)
 
 
 def _is_caused_by(kind: type[Exception], error: BaseException) -> bool:
-    """Whether an error or one of its causes is of a kind. An error may be its own cause."""
+    """An error may be its own cause."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:

@@ -47,7 +47,7 @@ class StepPlanner:
 
     #: The latest plan of any function, for `get_last_dp_result`.
     last_plan: ClassVar[Plan | None] = None
-    #: Returns the layers of each stage of `last_plan`, on demand: cutting a small step takes longer than planning it.
+    #: The layers of each stage of `last_plan`, on demand: cutting a small step takes longer than planning it.
     last_layers: ClassVar[Callable[[], tuple[tuple[int, ...], ...]]] = staticmethod(tuple)
 
     def __init__(
@@ -59,7 +59,7 @@ class StepPlanner:
         effort: PlanningEffort | None = None,
         shardings: Shardings | None = None,
     ) -> None:
-        """folder: keeps new plans for later runs of the script. effort, shardings: None for the method's."""
+        """folder: keeps new plans. effort, shardings: None for the method's."""
         self._method, self._on_stale, self._on_ragged, self._folder = method, on_stale, on_ragged, folder
         chosen = {"planning_effort": effort, "shardings": shardings}
         self._chosen: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
@@ -108,9 +108,7 @@ class StepPlanner:
         return plan
 
     def plan(self, traced: TracedStep, target: Target, *, is_first: bool, pins: Pins = NO_PINS) -> Plan:
-        """The plan for a traced step on `target`.
-
-        is_first: whether these are the first shapes of the function.
+        """is_first: whether these are the first shapes of the function.
         pins: shardings for the options of the method. The caller checks plans that are made elsewhere.
 
         Raises InfeasibleError, TraceError, or VerifyError for a saved plan that does not fit.
@@ -157,7 +155,6 @@ class StepPlanner:
         return plan
 
     def _with_choices(self, options: PlanOptions) -> PlanOptions:
-        """The options of a method with the choices of the function."""
         chosen = self._chosen
         return options.relaxed(lambda one: dataclasses.replace(one, **chosen)) if chosen else options
 

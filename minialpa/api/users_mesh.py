@@ -25,12 +25,11 @@ from minialpa.tracing.user_meshes import UsersSharding, explicit_sharding
 
 
 def _arguments(call: Call, traced: TracedStep) -> list[Any]:
-    """The leaves of the step, with the arrays of Refs."""
     return [value_of_ref(leaf) for leaf in (*call.leaves, *traced.refs.captured)]
 
 
 def _placed(array: Any) -> NamedSharding | None:
-    """The sharding that the user gave to an array on several devices."""
+    """The user's sharding of an array on several devices."""
     sharding = array.sharding if type(array) is ArrayImpl else getattr(array, "user_sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1 or is_planned_mesh(sharding.mesh):
         return None
@@ -71,7 +70,6 @@ def _kept(sharding: NamedSharding) -> UsersSharding:
 
 
 def _meshes(call: Call, by_user: Sequence[UsersSharding | None]) -> list[Mesh]:
-    """The mesh of `jax.set_mesh`, and then the meshes of arrays."""
     given = call.mesh.devices
     set_mesh = [given] if isinstance(given, Mesh) and not given.empty else []
     return [*set_mesh, *(s.sharding.mesh for s in by_user if s is not None and isinstance(s.sharding.mesh, Mesh))]

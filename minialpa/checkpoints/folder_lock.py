@@ -1,4 +1,4 @@
-"""The lock of a folder of checkpoints: a folder goes in; a file descriptor that holds the lock comes out."""
+"""The lock of a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOCK = ".minialpa-lock"
 
 
 def lock(directory: Path) -> int:
-    """Lock an existing folder until the returned file descriptor is closed or the process ends.
+    """Lock a folder until the returned file descriptor is closed or the process ends.
 
     A second manager would take a checkpoint in progress for the remains of a killed process, and delete it. A file
     system without locks locks no folder. Raises CheckpointError if the folder is locked.
@@ -44,7 +44,7 @@ def _name(process: int | str) -> str:
 
 
 def _has_ended(owner: str) -> bool:
-    """Whether the process of this name has ended on this host. Its forked children may hold the lock."""
+    """Forked children of an ended process may hold the lock."""
     found = re.fullmatch(_name(r"(\d+)"), owner)
     if found is None:
         return False

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: a state goes in and is written; the state, in the shardings of a target, comes out.
+"""Checkpoints in a folder: a state goes in; the state, in the shardings of a target, comes out.
 
 orbax handles files, atomic commits and asynchronous writing. Each saved step is a sub-folder with these items:
 
@@ -33,10 +33,10 @@ from minialpa.pytrees import hide_static, show_static
 from minialpa.support.private_jax import api_boundaries, api_boundary
 from minialpa.support.progress import phase
 
-#: Checkpoints move here before their deletion. Moving is atomic, so a killed process leaves no incomplete step that
-#: looks complete.
+#: Checkpoints move here, atomically, before their deletion: a killed process leaves no incomplete step that looks
+#: complete.
 _DELETED = ".deleted"
-#: Texts of tensorstore and XLA for errors of the operating system and devices.
+#: Texts of tensorstore and XLA for errors of systems and devices.
 _SYSTEM = re.compile("os_error_code='(?!2')|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 
 
@@ -64,9 +64,8 @@ class CheckpointManager:
             manager.save(100, state)
             state = manager.restore(like=step.get_last_executable()).state
 
-    `save` returns when the state is in the memory of the hosts; threads write the files. A checkpoint appears under its
-    step when it is complete, so an interrupted process leaves older checkpoints intact. `close` completes the last
-    checkpoint.
+    `save` returns when the state is in the memory of the hosts; threads write the files. A checkpoint appears when it
+    is complete, so an interrupted process leaves older checkpoints intact. `close` completes the last one.
 
     One manager at a time saves to a folder: until `close`, it locks the file `.minialpa-lock` there.
     """
@@ -85,10 +84,10 @@ class CheckpointManager:
         """Make the folder if necessary, and remove incomplete checkpoints of an interrupted process.
 
         directory: a path, or an address such as gs://bucket/folder.
-        max_to_keep: number of checkpoints that stay; None for all.
+        max_to_keep: checkpoints that stay; None for all.
         save_interval_steps: `save` skips steps that are no multiple of this.
-        keep_period: multiples of this step stay in addition to `max_to_keep`.
-        best_fn: from metrics to a number. The best checkpoints stay, instead of the last ones. NaN is worst.
+        keep_period: multiples of this step stay, too.
+        best_fn: from metrics to a number. The best checkpoints stay, instead of the last. NaN is worst.
         best_mode: whether the largest or the smallest number is best.
         read_only: change no file. The folder must exist.
 
@@ -158,13 +157,13 @@ class CheckpointManager:
     ) -> bool:
         """Save `state` as the checkpoint of `step`. Returns False if `should_save` skips the step.
 
-        You may donate the state as soon as this returns. If writing fails, the next call of `save`,
-        `wait_until_finished` or `close` raises the error.
+        You may donate the state when this returns. If writing fails, the next `save`, `wait_until_finished` or `close`
+        raises the error.
 
         step: an integer, 0 or more.
         state: a pytree of numbers and arrays: jax arrays of this process, results of parallelized steps, typed random
-            keys, NumPy arrays. Static leaves of a module of equinox, such as functions, are not saved. Workers of a
-            cluster write their own shards, so all hosts must see the folder.
+            keys, NumPy arrays. Static leaves of equinox modules, such as functions, are not saved. Workers of a cluster
+            write their shards, so all hosts must see the folder.
         metrics: numbers by name, or arrays of one number, for `best_fn` and `Checkpoint.metrics`.
         data: the state of the data iterator: bytes, or a value that JSON preserves.
         plan: the plan that computed the state, for `load_plan`.
@@ -190,7 +189,6 @@ class CheckpointManager:
             )
         if not force and not self.should_save(step):
             return False
-        # Static leaves of a state are part of the program. In `restore`, they come from the target.
         state = hide_static(state)
         items = {"state": ocp.args.PyTreeSave(savable(state), custom_metadata={"weak_numbers": weak_numbers(state)})}
         if plan is not None:
@@ -210,10 +208,10 @@ class CheckpointManager:
     def restore(self, step: int | None = None, *, like: Any, partial_restore: bool = False) -> Checkpoint:
         """Read the checkpoint of `step`, by default the latest one, after pending saves.
 
-        like: the target: an `Executable`, whose argument 0 is the state in the planned shardings, or a pytree with an
-            array, a number or a `jax.ShapeDtypeStruct` for each leaf. A leaf takes the sharding of its target, by
-            default jax's default device. No device holds a whole sharded array. NumPy arrays stay NumPy
-            arrays. Static leaves of a module of equinox come from the target.
+        like: the target: an `Executable`, whose argument 0 is the state, or a pytree with an array, a number or a
+            `jax.ShapeDtypeStruct` for each leaf. A leaf takes the sharding of its target, by default jax's default
+            device. No device holds a whole sharded array. NumPy arrays stay NumPy arrays. Static leaves of equinox
+            modules come from the target.
         partial_restore: read only the leaves of the target, such as the weights of a training state, `{"params":
             executable.get_input_targets()[0]}`. Otherwise the checkpoint must have no other leaves.
 
@@ -301,7 +299,7 @@ class CheckpointManager:
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> tuple[int, ...]:
-        """The steps of checkpoints, in order. A checkpoint that is being written counts."""
+        """In order. A checkpoint that is being written counts."""
         return tuple(sorted(self._orbax.all_steps()))
 
     def is_saving(self) -> bool:
@@ -328,7 +326,6 @@ class CheckpointManager:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A phase of progress, if threads still write a checkpoint."""
         if not self.is_saving():
             yield
             return
@@ -363,10 +360,7 @@ class CheckpointManager:
         return steps[-1] if step is None else step
 
     def _move_unfinished_aside(self) -> None:
-        """Move incomplete checkpoints to the folder that `_delete_old` empties.
-
-        orbax would delete them in place, and fail if a lost worker still writes there.
-        """
+        """orbax would delete them in place, and fail if a lost worker still writes there."""
         from minialpa.checkpoints.paths import unfinished_checkpoints
 
         for unfinished in unfinished_checkpoints(Path(self._directory)):
@@ -379,7 +373,7 @@ class CheckpointManager:
             shutil.rmtree(old, ignore_errors=True)
 
     def _folder_of_deleted(self) -> Path:
-        """The folder of checkpoints to delete. Raises CheckpointError for a link, which may lead anywhere."""
+        """Raises CheckpointError for a link, which may lead anywhere."""
         path = Path(self._directory, _DELETED)
         if path.is_symlink():
             raise CheckpointError(
@@ -415,7 +409,6 @@ def restore_checkpoint(
 
 
 def _megabytes(done: int, total: int) -> tuple[str, int, int] | None:
-    """A report of bytes; None before the first megabyte. Files may have more bytes than the arrays in them."""
     done, total = min(done, total) // 10**6, total // 10**6
     return ("MB", done, total) if done else None
 
@@ -452,7 +445,7 @@ def _number_of(best_fn: Callable[[Any], float], worst: float) -> Callable[[Any],
 
 
 def _absolute_path(directory: str | os.PathLike[str]) -> str:
-    """An absolute path, or an address, for orbax. Raises CheckpointError for a name that tensorstore cannot write."""
+    """Raises CheckpointError for a name that tensorstore cannot write."""
     if not isinstance(directory, str | os.PathLike):
         raise CheckpointError(
             f"Pass the folder of the checkpoints, a path, as the first argument; got a {type(directory).__name__}."
@@ -472,10 +465,7 @@ def _absolute_path(directory: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
-    """Raise errors of orbax as CheckpointErrors. `then`: advice for damaged files.
-
-    Errors of the system, such as too many open files, come without the advice.
-    """
+    """then: advice for damaged files, which errors of the system, such as too many open files, lack."""
     try:
         yield
     except MinialpaError:
@@ -496,7 +486,6 @@ def _is_of_the_system(error: Exception) -> bool:
 
 
 def _data_as_json(data: Any) -> dict[str, Any]:
-    """The state of a data iterator for JSON. Raises CheckpointError if JSON would change it."""
     if isinstance(data, bytes):
         return {"bytes": base64.b64encode(data).decode()}
     try:
@@ -512,7 +501,7 @@ def _data_as_json(data: Any) -> dict[str, Any]:
 
 
 def _equal_with_types(read: Any, data: Any) -> bool:
-    """Whether two values and their types are equal: in Python, True equals 1."""
+    """In Python, True equals 1."""
     if type(read) is not type(data):
         return False
     if isinstance(data, dict):

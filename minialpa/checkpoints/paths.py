@@ -1,4 +1,4 @@
-"""Paths for orbax: a path goes in; a literal path, or a unique folder for an incomplete checkpoint, comes out."""
+"""Paths for orbax: literal paths, and unique folders for incomplete checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _SUFFIX = atomicity.TMP_DIR_SUFFIX
 class LiteralPath(_LocalPath):
     """A local path whose `glob` takes only its argument for a pattern.
 
-    `epath` takes the whole path for a pattern: in a folder `lr[0.1]`, orbax would not find its files, and would save a
-        checkpoint without arrays.
+    `epath` takes the whole path for one: in a folder `lr[0.1]`, orbax would save a checkpoint without arrays.
     """
 
     def glob(self, pattern: str) -> Iterator[LiteralPath]:
@@ -29,8 +28,7 @@ class LiteralPath(_LocalPath):
 class UnfinishedCheckpoint(atomicity.AtomicRenameTemporaryPath):
     """A folder with a unique name until the checkpoint is complete.
 
-    orbax reuses one name for all attempts to save a step, so a lost worker that still writes would write into the next
-    one.
+    orbax reuses one name for all attempts to save a step: a lost worker may write into the next one.
     """
 
     @classmethod
@@ -44,7 +42,7 @@ def unfinished_checkpoints(directory: Path) -> list[Path]:
 
 
 def unfinished_bytes(directory: Path) -> int:
-    """Bytes of files in incomplete checkpoints; 0 if files move meanwhile."""
+    """0 if files move meanwhile."""
     try:
         return sum(file.stat().st_size for path in unfinished_checkpoints(directory) for file in path.rglob("*"))
     except OSError:

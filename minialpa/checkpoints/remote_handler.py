@@ -1,8 +1,7 @@
-"""orbax's handlers for arrays on workers and in blocks of rows: arrays go in, files come out, and the reverse.
+"""orbax's handlers for arrays on workers and in blocks of rows.
 
 On disk, each is one plain array. orbax calls a `TypeHandler` for each type of leaf; `state_handler` combines its own
-with `RemoteArrayHandler`. Each worker writes to its own sub-folder, as a process of a jax program would. orbax merges
-the sub-folders before it names the checkpoint.
+with `RemoteArrayHandler`. Each worker writes to its own sub-folder, which orbax merges before it names the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from minialpa.runtime.workers.array_files import StoredArray
 
 @dataclass(slots=True)
 class BytesRead:
-    """The bytes of arrays that this process has read since a restore began."""
+    """Bytes of arrays that this process has read since a restore began."""
 
     n_bytes: int = 0
 
@@ -45,13 +44,13 @@ class RemoteRestoreArgs(ocp.RestoreArgs):
 class RemoteArrayHandler(type_handlers.NumpyHandler):
     def __init__(self, read: BytesRead) -> None:
         self._read = read
-        # The arrays are fresh copies, which no other code changes.
+        # The arrays are fresh copies.
         super().__init__(deepcopy_host_arrays=False)
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        """Copy the arrays to the memory of their hosts. Threads write the files after the call."""
+        """Copies arrays to the memory of their hosts. Threads write the files after the call."""
         pending: list[Any] = []
         on_workers: dict[ClusterRuntime, list[ArrayToWrite]] = {}
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
@@ -63,7 +62,7 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
         return pending + [start_writing(runtime, arrays) for runtime, arrays in on_workers.items()]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Read arrays. Workers read all of theirs at once. This process reads one after the other, to hold only one."""
+        """Workers read all of theirs at once. This process reads one after the other, to hold only one."""
         found: dict[int, Any] = {}
         on_workers: dict[ClusterRuntime, dict[int, list[RequestedArray]]] = {}
         for i, (info, arg) in enumerate(zip(infos, args or (), strict=True)):
@@ -83,8 +82,6 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
 
 
 class _CountingLimiter:
-    """A `ByteLimiter` of orbax that also counts."""
-
     def __init__(self, limiter: Any, read: BytesRead) -> None:
         self.wait_for_bytes, self._release, self._read = limiter.wait_for_bytes, limiter.release_bytes, read
 
@@ -94,7 +91,7 @@ class _CountingLimiter:
 
 
 def _counting(handler: Any, read: BytesRead) -> Any:
-    """A copy of orbax's handler of jax arrays that counts the bytes of each shard that it has read."""
+    """orbax's handler of jax arrays, with a count of bytes."""
 
     async def deserialize(infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         counted = [info.replace(byte_limiter=_CountingLimiter(info.byte_limiter, read)) for info in infos]
@@ -131,7 +128,6 @@ def _runtime_of_part(part: Any) -> ClusterRuntime | None:
 
 
 def target_of(value: RemoteArray, runtime: ClusterRuntime) -> DistributedTarget:
-    """The target with the present placement of an array on live workers."""
     return DistributedTarget(
         shape=value.shape,
         dtype=value.dtype,
@@ -145,7 +141,7 @@ def target_of(value: RemoteArray, runtime: ClusterRuntime) -> DistributedTarget:
 
 
 def _array_to_write(value: RemoteArray, info: Any, arg: Any) -> ArrayToWrite:
-    """The description of an array on workers for its writers. info, arg: of orbax, for this leaf."""
+    """info, arg: of orbax, for this leaf."""
 
     def stored(chunk_shape: tuple[int, ...], worker: int) -> StoredArray:
         spec = type_handlers.get_json_tspec_write(
@@ -164,7 +160,6 @@ def _array_to_write(value: RemoteArray, info: Any, arg: Any) -> ArrayToWrite:
 
 
 def _blocks_to_read(target: DistributedTarget, info: Any) -> list[RequestedArray]:
-    """The array to read, or each of its blocks. info: of orbax, for this leaf."""
     spec = type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
     stored = StoredArray(str(info.parent_dir), _context(), spec)
     requested = []
@@ -181,7 +176,7 @@ def _context() -> Any:
 
 
 def _split_in_blocks(whole: np.ndarray[Any, Any], target: BlockedTarget) -> BlockedArray:
-    """Cut an array into the row blocks of its target. Files hold stacked weights whole; a plan may cut them by layers.
+    """Files hold stacked weights whole; a plan may cut them by layers.
 
     whole: as read from a file; uint32 for typed random keys. Raises CheckpointError for another dtype.
     """

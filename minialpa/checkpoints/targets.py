@@ -1,7 +1,6 @@
 """A state or a target goes in; orbax's arguments to save or read its leaves come out.
 
-`savable` checks a state. `restore_arguments` compares a target with the files' metadata before arrays are read;
-`restored` checks the arrays.
+`restore_arguments` compares a target with the files' metadata before arrays are read; `restored` checks the arrays.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarg
 from minialpa.runtime.executable import Executable
 from minialpa.tracing.refs import is_ref_leaf
 
-#: Most leaves in one message.
+#: Leaves in one message.
 _MOST_NAMES = 8
 _Number = bool | int | float | complex
 
 
 def savable(state: Any) -> Any:
-    """The state as orbax saves it. Raises CheckpointError with the path of a leaf that cannot be saved."""
+    """As orbax saves it. Raises CheckpointError with the path of a leaf that cannot be saved."""
     names: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         text = jax.tree_util.keystr(path) or "the state"
@@ -49,9 +48,8 @@ def savable(state: Any) -> Any:
 
 
 def weak_numbers(state: Any) -> list[str]:
-    """The names of weakly typed numbers: Python numbers, and results of steps that come from them.
-
-    orbax loses weak types, but a plan fits a step only if its arguments have the same weak types as before.
+    """The names of weakly typed numbers. orbax loses weak types, but a plan fits only arguments with the same weak
+    types.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return [
@@ -62,7 +60,6 @@ def weak_numbers(state: Any) -> list[str]:
 
 
 def target_tree(like: Any) -> Any:
-    """The targets of the leaves, without functions and other static leaves (see `hide_static`)."""
     if like is None:
         raise CheckpointError(
             "The target is None, as `get_last_executable()` returns before the first call. Use `get_executable(...)`."
@@ -86,14 +83,9 @@ def target_tree(like: Any) -> Any:
 def restore_arguments(
     target: Any, stored: Any, name: str, weak: Collection[str], *, partial_restore: bool = False
 ) -> Any:
-    """orbax's RestoreArgs for every leaf of `target`.
-
-    stored: orbax's metadata of the leaves.
-    name: of the checkpoint, for messages.
-    weak: see `weak_numbers`.
-    partial_restore: whether the checkpoint may have further leaves.
-
-    Raises CheckpointError with a list of leaves that differ in path, shape or dtype.
+    """stored: orbax's metadata of the leaves. name: of the checkpoint. weak: see `weak_numbers`. partial_restore:
+    whether the checkpoint may have further leaves. Raises CheckpointError with a list of leaves that differ in path,
+    shape or dtype.
     """
     stored_leaves = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
     leaves, tree = jax.tree_util.tree_flatten_with_path(target)
@@ -118,10 +110,7 @@ def restore_arguments(
 
 
 def in_stored_tree(tree: Any, stored: Any) -> Any:
-    """The saved tree, with the leaves of `tree` and elsewhere orbax's placeholders.
-
-    orbax compares containers, so it could not otherwise read weights from the pair (weights, optimizer).
-    """
+    """The saved tree, with the leaves of `tree` and elsewhere orbax's placeholders. orbax compares containers."""
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     return jax.tree_util.tree_map_with_path(
         lambda path, _: leaves.get(_name(path), ocp.PLACEHOLDER), stored, is_leaf=lambda node: hasattr(node, "shape")
@@ -135,10 +124,7 @@ def out_of_stored_tree(state: Any, target: Any) -> Any:
 
 
 def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
-    """The leaves that orbax read, with the types of their targets. name, weak: as in `restore_arguments`.
-
-    Raises CheckpointError for another shape or dtype.
-    """
+    """The leaves that orbax read, with the types of targets. Raises CheckpointError for another shape or dtype."""
 
     def checked(path: Any, requested: Any, found: Any) -> Any:
         text = jax.tree_util.keystr(path)
@@ -156,7 +142,6 @@ def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
 
 
 def _name(path: Any) -> tuple[str, ...]:
-    """orbax's name of the leaf at a path of jax."""
     keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path)
     return tuple(map(str, keys))
 
@@ -200,7 +185,7 @@ def _leaf_to_save(leaf: Any) -> Any:
 
 
 def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_restore: bool) -> Iterator[str]:
-    """A line for each leaf that differs or that one side lacks."""
+    """A line for each leaf that differs or is absent."""
     requested = {_name(path): (jax.tree_util.keystr(path), leaf) for path, leaf in leaves}
     for path, (text, leaf) in requested.items():
         shape, dtype = _stored_type(leaf)
@@ -218,7 +203,6 @@ def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_r
 
 
 def _part_hint(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> str:
-    """Advice: how to read the target as a part of the checkpoint, or else the names in the checkpoint."""
     if not any(_differences(leaves, there, partial_restore=True)):
         return " `partial_restore=True` reads the leaves of the target alone."
     names = [_name(path) for path, _ in leaves]
@@ -237,7 +221,7 @@ def _part_hint(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> str:
 
 
 def _stored_type(target: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a leaf in the files: orbax stores typed keys as integers."""
+    """orbax stores typed keys as integers."""
     value = np.asarray(target) if isinstance(target, _Number) else target
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
@@ -246,13 +230,12 @@ def _stored_type(target: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def stored_bytes(tree: Any) -> int:
-    """Bytes of all leaves of a state or a target in the files."""
     types = map(_stored_type, jax.tree.leaves(tree))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
 
 
 def _type_fits(found: Any, target: Any) -> bool:
-    """Whether a stored leaf has the shape and dtype of its target; for numbers, the kind of dtype."""
+    """By shape and dtype; for numbers, by the kind of dtype."""
     shape, dtype = _stored_type(target)
     if tuple(found.shape) != shape:
         return False
@@ -272,7 +255,6 @@ def _kind(dtype: Any) -> Any:
 
 
 def _restore_argument(target: Any, found: Any, *, is_weak: bool) -> Any:
-    """orbax's RestoreArgs for one leaf. found: orbax's metadata of the leaf."""
     if isinstance(target, _Number | np.generic) or _is_number(found):
         return ocp.RestoreArgs(restore_type=np.ndarray)
     runtime = runtime_of(target)
@@ -293,7 +275,7 @@ def _restore_argument(target: Any, found: Any, *, is_weak: bool) -> Any:
 
 
 def _number_like_target(found: Any, target: Any, text: str, name: str) -> Any:
-    """A number with the type of its target: of Python, NumPy, or jax on the same devices."""
+    """Of Python, NumPy, or jax on the same devices."""
     value = np.asarray(found)
     if isinstance(target, _Number):
         return type(target)(value.item())
@@ -312,7 +294,7 @@ def _number_like_target(found: Any, target: Any, text: str, name: str) -> Any:
 
 
 def _weakly_typed(found: Any) -> Any:
-    """A weakly typed jax array of one number, if Python's number has its dtype."""
+    """Weakly typed, if Python's number has its dtype."""
     if not isinstance(found, jax.Array):
         return found
     number = jnp.asarray(found.item())

@@ -1,4 +1,4 @@
-"""The result of `Plan.check`: planned and compiled seconds and bytes of each stage, as values, text and JSON."""
+"""The result of `Plan.check`: planned and compiled numbers of each stage, as values, text and JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FunctionCheck:
         peak_bytes: of the function alone.
         kernels_s: by XLA's estimates.
         total_s: kernels and exposed collectives.
-        exposed_bytes: bytes of collectives that no kernel hides.
-        hidden_bytes: bytes of the other collectives.
+        exposed_bytes: of collectives that no kernel hides.
+        hidden_bytes: of the other collectives.
     """
 
     name: str
@@ -39,9 +39,9 @@ class StageCheck:
     Attributes:
         limit_bytes: memory of a device.
         planned_bytes, compiled_bytes: peak memory of a device.
-        fullest: name of the function that runs at the compiled peak.
+        fullest: the function at the compiled peak.
         planned_collectives, compiled_collectives: bytes per step, by the kind of collective.
-        planned_s, compiled_s: busy seconds per step; compiled ones by XLA's estimates.
+        planned_s, compiled_s: busy seconds per step; compiled: XLA's estimates.
         planned_host_bytes, compiled_host_bytes: peak host memory for a device.
     """
 

@@ -1,7 +1,7 @@
-"""Frozen dataclasses and named tuples in, JSON data out, and back, by the types of their fields; plans as JSON text.
+"""Frozen dataclasses and named tuples in, JSON data out, and back, by the types of their fields.
 
-`decode` accepts only results of `encode`. Its error names the first wrong field: a missing or unknown field, a value of
-another type, or NaN.
+`decode` accepts only results of `encode`. Its error names the first field that is missing, unknown, or NaN, or has
+another type.
 
     Spec             "S0,R"
     PartitionSpec    axis names: ["x", null]
@@ -32,7 +32,7 @@ from minialpa.sharding import EquationSpecs, Spec
 T = TypeVar("T")
 
 VERSION = 11
-#: Most characters of a plan's text; an equation takes about 65. Parsed JSON may take 25 times its length in memory.
+#: Most characters of a plan's text. Parsed JSON may take 25 times its length in memory.
 MOST_CHARACTERS = 16 * 2**20
 
 _UNCONSTRAINED = "?"  # PartitionSpec.UNCONSTRAINED; no mesh axis has this name
@@ -44,7 +44,6 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 60, 60, 
 
 
 def encode(value: Any) -> Any:
-    """JSON data, by the table of the module."""
     if isinstance(value, Spec):
         return str(value)
     if isinstance(value, EquationSpecs):
@@ -60,10 +59,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], data: Any, where: str) -> T:
-    """The inverse of `encode`. Raises VerifyError unless `data` encodes a value of type `kind`.
-
-    where: the path of the value in the plan, for errors.
-    """
+    """Raises VerifyError, with the path `where`, unless `data` encodes a value of type `kind`."""
     value: T = _decode(kind, data, where)
     return value
 
@@ -126,7 +122,6 @@ def _decode_tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, .
 
 
 def _decode_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
-    """The value of a union of `None` and one other type. A field whose type allows a mapping holds pairs instead."""
     if data is None and type(None) in kinds:
         return None
     others = [k for k in kinds if k is not type(None) and typing.get_origin(k) is not Mapping]
@@ -179,7 +174,7 @@ def _decode_spec(data: Any, where: str) -> Spec:
 
 
 def _decode_equation_specs(data: Any, where: str, n_outside: int = 0) -> EquationSpecs:
-    """The specs of an equation. n_outside: number of loops around the equation, which bounds the recursion."""
+    """n_outside: number of loops around the equation, which bounds the recursion."""
     is_whole = isinstance(data, list) and (len(data) == 4 or (len(data) == 5 and data[4] is True))
     _expect(is_whole, data, "a list of operands, made, results, body, and `true` if it is balanced", where)
     specs = [_decode_tuple((Spec, ...), data[i], f"{where}[{i}]") for i in range(3)]
@@ -213,12 +208,11 @@ def _decode_partition_spec(data: Any, where: str) -> PartitionSpec:
 
 
 def file_text(plan: PlanRecord) -> str:
-    """The plan as JSON. Equal plans have equal texts."""
     return json.dumps({"version": VERSION, "plan": encode(plan)}, sort_keys=True, separators=(",", ":"))
 
 
 def fields_in(text: str) -> Any:
-    """The JSON data of the plan in a text of `file_text`. Raises VerifyError for any other text."""
+    """The plan's JSON data in a text of `file_text`. Raises VerifyError for any other text."""
     if len(text) > MOST_CHARACTERS:
         raise VerifyError(
             f"Not a plan: the file has more than {MOST_CHARACTERS:,} characters, but plans of large models have a few "
@@ -248,7 +242,6 @@ def fields_in(text: str) -> Any:
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises VerifyError for a repeated name, whose first value `json` would drop silently."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

@@ -14,7 +14,7 @@ _MOST_LINES = 20
 
 
 def difference(old: PlanRecord, new: PlanRecord) -> str:
-    """All differences, from the cluster to the predicted seconds. `The plans are equal.` means equal in all fields."""
+    """`The plans are equal.` means equal in all fields."""
     if old == new:
         return "The plans are equal."
     lines = [
@@ -39,7 +39,7 @@ def _change_line(what: str, old: str, new: str) -> list[str]:
 
 
 def _change_lines(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """A line for each entry that differs; a missing entry shows as `none`."""
+    """A missing entry shows as `none`."""
     prefix = f"{what} " if what else ""
     names = dict.fromkeys((*old, *new))
     return [
@@ -114,7 +114,6 @@ def _placement_texts(plan: PlanRecord) -> dict[str, str]:
 
 
 def _operator_lines(old: PlanRecord, new: PlanRecord) -> list[str]:
-    """Operators whose line the other plan lacks."""
     lines = []
     for k in range(max(len(old.stages), len(new.stages))):
         a, b = ([] if k >= len(p.stages) else operator_lines(p, p.stages[k].operators) for p in (old, new))

@@ -1,7 +1,6 @@
-"""A plan in, the placements on one mesh out for use without minialpa: PartitionSpecs by path, or Python source.
+"""A plan in; its placements on one mesh out, as PartitionSpecs by path or Python source.
 
-`jax.jit` with these shardings of arguments and results computes the same numbers. XLA then chooses the shardings inside
-the step. Micro-batches and pipeline stages are not exported.
+`jax.jit` with these shardings computes the same numbers. XLA then chooses the shardings inside the step.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ def export_specs(plan: PlanRecord, mesh: int = 0) -> ExportedSpecs:
 
 
 def _specs_on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpec]:
-    """Specs of the values on one mesh. A value in several blocks has the spec of its first block there.
-
-    An argument that no equation reads has no mesh and is replicated.
+    """A value in several blocks has the spec of its first block there. An argument that no equation reads is
+    replicated.
     """
     out = {}
     for value in values:
@@ -62,7 +60,7 @@ def to_python(plan: PlanRecord, mesh: int = 0) -> str:
 
 
 def _argument_of(path: str) -> str:
-    """The argument of a leaf: its name, or `args[0]` for a step without argument names."""
+    """The argument's name, or `args[0]` for a step without argument names."""
     found = re.match(r"args\[\d+\]|\w+", path)
     return found.group() if found else path
 
@@ -84,7 +82,6 @@ def _warnings_for(plan: PlanRecord, mesh: int) -> list[str]:
 
 
 def _host_table(plan: PlanRecord) -> str:
-    """The memory kinds of leaves in host memory; empty without any."""
     values = (value for value in (*plan.inputs, *plan.outputs) if value.memory_kind != "device")
     lines = "".join(f"    {value.path!r}: {value.memory_kind!r},\n" for value in values)
     return f"\n#: Other arrays are in device memory.\nmemory_kinds = {{\n{lines}}}\n" if lines else ""

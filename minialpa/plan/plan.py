@@ -52,7 +52,7 @@ class Plan(PlanRecord):
         return explain(self, what)
 
     def diff(self, other: Plan) -> str:
-        """Different decisions and predictions, one line each: `what: this plan -> other`."""
+        """Differences, one line each: `what: this plan -> other`."""
         return difference(self, other)
 
     def export_specs(self, mesh: int = 0) -> ExportedSpecs:
@@ -74,7 +74,7 @@ class Plan(PlanRecord):
         target: str | None = None,
         cache: str | Path | None = None,
     ) -> PlanCheck:
-        """Compiles the programs of the plan with XLA for GPUs, on any machine, and compares. See `minialpa.check`."""
+        """Compare the plan with XLA's programs for GPUs, on any machine. See `minialpa.check`."""
         # The only import from a higher package: the check needs all of minialpa.
         import minialpa
 

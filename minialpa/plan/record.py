@@ -1,4 +1,4 @@
-"""The fields of a plan: all decisions about one step in, values without jaxprs or devices out.
+"""The fields of a plan: values without jaxprs or devices.
 
 A plan numbers variables and equations in the order of tracing, which is the same for the same step and shapes.
 """
@@ -17,7 +17,7 @@ from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.fingerprint import Fingerprint
 
-#: The XLA options that a plan may set. Other options could do harm: plans come from files, and XLA can write files.
+#: XLA options that a plan may set. Plans come from files, and other options could make XLA write files.
 COMPILER_OPTIONS: Final = frozenset({"xla_gpu_enable_latency_hiding_scheduler"})
 
 
@@ -31,10 +31,10 @@ class PlacementSpec:
     Attributes:
         path: the user's name, such as `params['w']`.
         shape: of the whole array.
-        mesh_ids: the meshes that hold the array; empty for an unused argument.
+        mesh_ids: meshes that hold the array; empty for an unused argument.
         partition_specs: the sharding on each of these meshes.
-        rows: empty if each mesh holds the whole array. Otherwise entry i of `mesh_ids`, `partition_specs` and `rows`
-            describes one block of rows (start, stop) of dimension 0. A mesh may hold several blocks.
+        rows: rows (start, stop) of dimension 0 in each block: entry i of `mesh_ids`, `partition_specs` and `rows`
+            describes one block, and a mesh may hold several. Empty if each mesh holds the whole array.
         memory_kind: "device" or "pinned_host".
     """
 
@@ -68,7 +68,7 @@ class PlacedValue:
 
     @property
     def is_key(self) -> bool:
-        """Whether this looks like a raw random key."""
+        """Whether this looks like a raw key."""
         return self.dtype == "uint32" and self.shape == (2,)
 
     def placement(self) -> PlacementSpec:
@@ -85,8 +85,7 @@ class PlacedValue:
 
 #: The pass of an operation; `other` is the update.
 Part = Literal["forward", "backward", "other"]
-#: Whether an argument holds weights, which the forward pass reads; other state, which the step replaces; examples; or
-#: another value.
+#: Weights, which the forward pass reads; other state, which the step replaces; examples; other values.
 ArgumentRole = Literal["weights", "optimizer", "batch", "other"]
 #: The part of an operator that devices divide: the examples; independent products, such as heads (`batch`); dimensions
 #: of the first operand (`rows`) or of another operand (`columns`) that the result has; or the terms of each sum.
@@ -99,7 +98,7 @@ class PlannedCollective:
 
     Attributes:
         n_bytes: of one run, as in `cost.Collective`.
-        part: the pass of the operation that makes or, for arguments, first reads the array.
+        part: pass of the operation that makes or, for arguments, first reads the array.
         array: the name of an argument, such as `state.params['w']`, or the operation that makes the array.
         module: path of the operation in the user's modules, such as `GPT/blocks_3/attn`.
         line: `file:line` of the operation in the user's code.
@@ -127,10 +126,10 @@ class PlannedOperator:
         layer: number of its layer; `None` outside of layers, as in the update.
         shape, result, dtype: shape, sharding and dtype of its result.
         module, line: as in `PlannedCollective`.
-        split: what the devices of the mesh divide, and among how many; see `SplitOver`.
+        split: what devices divide, and among how many.
         times: runs per pass, or per update; the iterations of a scan.
         flops: of one run, before it is split over devices.
-        n_bytes: bytes that one run reads and writes on each device.
+        n_bytes: read and written by one run on each device.
         seconds: of one run on each device.
     """
 
@@ -154,7 +153,7 @@ class PassName(NamedTuple):
     """Names a pass, or the update of a stage.
 
     Attributes:
-        number: of the chunk in the whole pipeline; of an update, the number of the stage.
+        number: of the chunk in the pipeline; of an update, the stage.
         loop: the loop of the pass, or before the update, from 1.
     """
 
@@ -182,9 +181,9 @@ class PlannedPass:
     """Predicted seconds of one micro-batch in one chunk.
 
     Attributes:
-        kind: `step` is forward and backward in one pass, in a plan with one stage. With a `weights` pass, the
-            `backward` pass makes only gradients that the earlier chunk reads.
-        chunk: number in the whole pipeline.
+        kind: `step` is forward and backward in one pass, with one stage. With a `weights` pass, `backward` makes only
+            gradients that the earlier chunk reads.
+        chunk: number in the pipeline.
         communication_s: collectives that devices wait for.
         loop: counts from 1.
         hidden_s: collectives that run beside compute.
@@ -209,23 +208,23 @@ class StagePlan:
     Attributes:
         layers: empty without a pipeline.
         submesh: (hosts, devices per host).
-        first_device: number of its first device in the cluster.
-        logical_shape, alpha, beta: of its logical mesh, see `LogicalMesh`.
-        option: the user's options for its shardings.
+        first_device: number of its first device.
+        logical_shape, alpha, beta: see `LogicalMesh`.
+        option: the user's sharding options.
         input_specs, equation_specs: of the inputs and equations of the mesh, in order.
         passes: for one micro-batch, in order.
         update_s: seconds per step before the first loop and after the last.
         fixed_bytes: bytes per device of state, gradients and temporaries.
-        kept_bytes: for each chunk, bytes per device of each micro-batch in flight. If gradients of weights have passes
-            of their own, three numbers per chunk: for all chunks the bytes until the backward pass, then until the
-            weights pass, then between these two.
+        kept_bytes: bytes per device of each micro-batch in flight, for each chunk. With `weights` passes, three numbers
+            per chunk: for all chunks the bytes until the backward pass, then until the weights pass, then between these
+            two.
         peak_bytes: per device.
-        temp_bytes: part of `fixed_bytes`: temporaries of the largest task.
+        temp_bytes: temporaries of the largest task, a part of `fixed_bytes`.
         optimal: whether the solver has proven that the shardings are the cheapest.
         between_s: for each loop except the last, seconds per step after the loop.
         combined: kinds of collectives that sum and start together where possible.
         gap: upper bound on (cost of the shardings) / (least cost) - 1.
-        host_bytes: of arrays in host memory at the peak, per device, which `peak_bytes` excludes.
+        host_bytes: peak of arrays in host memory, per device; not in `peak_bytes`.
     """
 
     layers: tuple[int, ...]
@@ -269,12 +268,11 @@ class StagePlan:
 
     @property
     def forbidden(self) -> tuple[str, ...]:
-        """Kinds of collectives that resharding may not use."""
         return self.option.forbidden_collectives
 
     @property
     def mesh(self) -> LogicalMesh:
-        """The logical mesh, without its device: the choice of collectives depends on the links alone."""
+        """Without its device: the choice of collectives depends on the links alone."""
         return LogicalMesh(self.logical_shape, self.alpha, self.beta)
 
 
@@ -299,12 +297,10 @@ class PlanCost:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Proof of a search: by the sums of costs of sublayers, each pipeline in its space takes `bound_s` or more.
+    """Proof of a search: by the sums of costs of sublayers, each pipeline in its space takes `bound_s` seconds per step
+    or more. The space is all cuts of the layers, submeshes and choices of rematerialisation, with each of
+    `n_micro_batches` and the logical shapes that the search opened.
 
-    The space is all cuts of the layers, submeshes and choices of rematerialisation, with each of `n_micro_batches` and
-    the logical shapes that the search opened.
-
-    bound_s: seconds per step.
     n_costs: number of solved costs of sublayers; bounds were enough for the other costs.
     """
 
@@ -315,13 +311,12 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSharding:
-    """A line of the step that gives shardings (`AutoShardingOption.shardings`).
+    """A line of the step with shardings (`AutoShardingOption.shardings`).
 
     wanted: the PartitionSpec, or the first of several.
     n, n_kept: operations of the line, and how many the plan shards so.
     is_pinned: whether the plan had to.
-    added_s: seconds per step that the shardings of this line would add to the plan, at most; None if unknown, since
-        they are for another mesh.
+    added_s: upper bound on the seconds per step that these shardings would add; None for shardings on another mesh.
     """
 
     line: str
@@ -334,10 +329,10 @@ class UserSharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchNotMade:
-    """Why the planner searched no stages: all steps of the training run could save little, compared with the search.
+    """Why the planner searched no stages: the training run could save little, compared with the search.
 
     search_s: seconds that the search would take.
-    saved_s: seconds per step that perfect sharing of the work among all devices would save; no pipeline saves more.
+    saved_s: seconds per step that perfect sharing of the work would save; no pipeline saves more.
     n_steps: steps of the training run.
     """
 
@@ -354,7 +349,7 @@ class PlannedAlternative:
         name: its stages, micro-batches and rematerialisation.
         total_s: predicted seconds per step.
         peak_bytes: per device, of its fullest stage.
-        is_sketch: whether seconds and bytes are sums over parts of the step, before the whole step was planned.
+        is_sketch: whether seconds and bytes are sums over parts, before the whole step was planned.
     """
 
     name: str
@@ -364,7 +359,7 @@ class PlannedAlternative:
 
 
 class ExportedSpecs(NamedTuple):
-    """PartitionSpecs of arguments and results on one mesh, by path, over the axes "x" and "y" of its logical shape."""
+    """PartitionSpecs on one mesh, by path, over the axes "x" and "y" of its logical shape."""
 
     inputs: dict[str, PartitionSpec]
     outputs: dict[str, PartitionSpec]
@@ -377,26 +372,26 @@ class PlanRecord:
     Attributes:
         fingerprint: identifies the planned step.
         schedule: name of the order of passes, such as `1f1b`.
-        orders: for each stage, its passes in order, such as `f0 f1 b0 w0`, if the schedule is `zb`; else empty.
+        orders: the passes of each stage, such as `f0 f1 b0 w0`, for schedule `zb`; else empty.
         layer_of_group: layer of each forward group, in order; empty without a pipeline.
-        remat: for each layer, the forward values that its backward pass recomputes: `none`, `dots` for all except
-            matrix products, `full` for all.
-        inputs, outputs: the argument and result leaves, in the order of `jax.tree.leaves`.
+        remat: the forward values that the backward pass of each layer recomputes: `none`, `dots` for all except matrix
+            products, `full` for all.
+        inputs, outputs: leaves, in the order of `jax.tree.leaves`.
         collectives: communication between devices of one mesh.
         transfers: communication between meshes.
-        row_blocks: for each stack that a cut scan over layers reads, the number of rows of each block.
+        row_blocks: for each stack of a cut scan over layers, the number of rows of each block.
         certificate: the proof of the search; `None` without a search.
-        user_shardings: shardings that the step itself gives.
-        search_not_made: why an automatic choice of stages made no search; else `None`.
-        per_micro_batch: texts of the values that each micro-batch computes from its examples instead of the full batch,
-            such as batch statistics.
-        keeps_activations: whether later loops read values that earlier loops kept (True), or recompute them.
-        casts_once: whether weights are cast to narrower dtypes once per step (True) or in each pass.
+        user_shardings: shardings in the step itself.
+        search_not_made: why there was no search of stages; else `None`.
+        per_micro_batch: values that each micro-batch computes from its examples alone, such as batch statistics, as
+            text.
+        keeps_activations: whether later loops read kept values (True) or recompute them.
+        casts_once: whether weights are cast to narrower dtypes once per step (True) or per pass.
         batch: names of the arguments that hold the examples; empty without examples.
         compiler_options: (name, value) of XLA options for all programs.
         roles: of each input.
-        model_flops: floating point operations of the products of one step, without recomputation that the plan adds.
-        alternatives: other plans that the planner considered, the fastest first.
+        model_flops: floating point operations of the products of a step, without recomputation by the plan.
+        alternatives: other plans, the fastest first.
     """
 
     fingerprint: Fingerprint
@@ -427,7 +422,7 @@ class PlanRecord:
 
     @property
     def n_examples(self) -> int | None:
-        """Number of examples of a batch; `None` without a batch."""
+        """`None` without a batch."""
         sizes = (v.shape[0] for v in self.inputs if v.shape and argument_name(v.path) in self.batch and not v.is_key)
         return next(sizes, None)
 
@@ -437,10 +432,8 @@ class PlanRecord:
 
     @property
     def input_specs(self) -> tuple[PlacementSpec, ...]:
-        """`inputs` with PartitionSpecs."""
         return tuple(value.placement() for value in self.inputs)
 
     @property
     def output_specs(self) -> tuple[PlacementSpec, ...]:
-        """`outputs` with PartitionSpecs."""
         return tuple(value.placement() for value in self.outputs)

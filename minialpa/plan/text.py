@@ -34,7 +34,7 @@ def _changed_text(one: UserSharding) -> str:
 
 
 def user_shardings_text(found: Sequence[UserSharding], *, most: int) -> str:
-    """The number of lines whose shardings the plan has, and the other lines."""
+    """Number of lines whose shardings the plan has, and the other lines."""
     changed = [one for one in found if one.n_kept < one.n]
     n_pinned = sum(one.is_pinned for one in found)
     n_kept = len(found) - len(changed) - n_pinned
@@ -61,10 +61,7 @@ def header(plan: PlanRecord) -> str:
 
 
 def variant_text(plan: PlanRecord, *, micro_batches: bool = True) -> str:
-    """The decisions that tell kinds of plans apart: `4 stages of 1x4, 8 micro-batches, rematerialisation full`.
-
-    Only attempts of one search share a text.
-    """
+    """Names a kind of plan: `4 stages of 1x4, 8 micro-batches, rematerialisation full`."""
     shapes = dict.fromkeys("x".join(map(str, stage.logical_shape)) for stage in plan.stages)
     method = next((name for name, fields in DATA_PARALLEL_METHODS.items() if _has(plan, fields)), None)
     kept = [remat for remat in sorted(set(plan.remat)) if remat != "none"]

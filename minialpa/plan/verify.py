@@ -26,22 +26,22 @@ _MOST_DEVICES = 10**6
 def verify_plan(plan: PlanRecord) -> None:
     """Raise VerifyError, with the name of the field, unless
 
-    - numbers, except in user options, are finite and within [0, `_MOST_INTEGER`] or [0, `_MOST_FLOAT`];
-    - there is a stage and a micro-batch, and at most as many micro-batches as the longest argument has rows;
-    - a stage's alpha, beta and logical shape have one value for each mesh axis;
+    - numbers, except in user options, are within [0, `_MOST_INTEGER`] or [0, `_MOST_FLOAT`];
+    - there are a stage and a micro-batch, and no more micro-batches than rows in the longest argument;
+    - alpha, beta and logical shape have one value for each mesh axis;
     - a stage's submesh is part of a host or whole hosts, has the devices of its logical shape, and shares no device;
     - each layer of a pipeline is in one stage and has a `remat`, and each stage has layers, ascending; without layers
       there is one stage;
     - specs use axes of their mesh with several devices, ascending, and cut dimensions into equal parts;
     - arguments and results have one spec for each of their meshes, and are no partial sums;
     - their blocks are disjoint rows, and stacks of layers have blocks of at least one row, in a pipeline only;
-    - the arguments in `batch` are among the inputs, one of them an array;
-    - the compiler options are in `COMPILER_OPTIONS`;
+    - `batch` names inputs, one of them an array;
+    - compiler options are in `COMPILER_OPTIONS`;
     - collectives run on axes of a stage, and the cost has the peak bytes of the stages;
     - passes and transfers name chunks, stages and loops that exist;
     - the fingerprint lists each primitive once.
     """
-    # Numbers come first, because they bound the loops of the other checks.
+    # First, because numbers bound the loops of the other checks.
     _check_numbers(plan, "plan")
     _check_fingerprint(plan)
     require(plan.n_micro_batches >= 1, "n_micro_batches", plan.n_micro_batches, "at least 1")
@@ -53,7 +53,7 @@ def verify_plan(plan: PlanRecord) -> None:
     for name, n in (("num_hosts", cluster.num_hosts), ("devices_per_host", cluster.devices_per_host)):
         require(cluster.n_devices <= _MOST_DEVICES, f"cluster.{name}", n, f"at most {_MOST_DEVICES} devices in all")
 
-    # Devices and layers come next, because the other fields refer to them.
+    # Next, because other fields refer to devices and layers.
     for k, stage in enumerate(plan.stages):
         _check_devices(plan, stage, f"stages[{k}]")
     _check_overlap(plan)
@@ -76,7 +76,7 @@ def verify_plan(plan: PlanRecord) -> None:
 
 
 def require(holds: bool, where: str, found: Any, expected: str) -> None:
-    """Raise VerifyError unless `holds`. where: the field, whose value is `found`."""
+    """where: the field, whose value is `found`."""
     if not holds:
         text = str(found)
         shown = text if len(text) <= 80 else f"{text[:77]}..."
@@ -86,7 +86,7 @@ def require(holds: bool, where: str, found: Any, expected: str) -> None:
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Check all numbers except user options, so that their sums and products are finite."""
+    """Sums and products of checked numbers are finite."""
     if isinstance(value, int | float):
         most = _MOST_FLOAT if isinstance(value, float) else _MOST_INTEGER
         require(0 <= value <= most, where.removeprefix("plan."), value, f"finite and not negative, at most {most:g}")
@@ -154,7 +154,7 @@ def _check_overlap(plan: PlanRecord) -> None:
 
 
 def _check_layers(plan: PlanRecord) -> None:
-    # The last layers may have no group: a function that follows a pipeline may read early stages only.
+    # A function that follows a pipeline may read early stages only.
     n_layers, n_used = len(plan.remat), max(plan.layer_of_group, default=-1) + 1
     is_enough = n_layers >= n_used if n_used else n_layers == 0
     require(is_enough, "remat", plan.remat, f"one entry for each of {n_used} layers")

@@ -1,4 +1,1 @@
-"""Runs a `Program`: argument leaves go in, result leaves come out, and a call does not wait for devices.
-
-README.md explains the package.
-"""
+"""Runs a `Program`: argument leaves go in, result leaves come out, without a wait for devices. See README.md."""

@@ -1,6 +1,4 @@
-"""Arrays that hold a leaf in parts: blocks of rows, rows of other blocks, micro-batches; and types that a checkpoint
-restores.
-"""
+"""Arrays that hold a leaf in parts: blocks of rows, micro-batches; and types that a checkpoint restores."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ from minialpa.sharding import is_host_array
 
 
 def dtype_named(name: str) -> Any:
-    """The dtype with the name of a `PlacementSpec`, such as `float32` or `key<fry>`."""
+    """Such as `float32` or `key<fry>`."""
     return ArrayType((), "uint32", name[4:-1]).jax_dtype if name.startswith("key<") else jnp.dtype(name)
 
 
 class BlockedArray(RemoteArray):
-    """An array in `blocks` of any numbers of rows (dimension 0), each on its own devices or workers.
+    """An array in `blocks` of rows (dimension 0), each on its own devices or workers.
 
     `np.asarray` and `jax.device_get` fetch it; `jnp.asarray` joins it on the devices of its first block. Parallelized
     functions use matching blocks in place. Functions of jax do not accept it.
@@ -42,7 +40,7 @@ class BlockedArray(RemoteArray):
 
     @property
     def shardings(self) -> tuple[Any, ...]:
-        """The sharding of each block. Raises AttributeError for blocks on workers."""
+        """Raises AttributeError for blocks on workers."""
         return tuple(x.sharding for x in self.blocks)
 
     @property
@@ -50,13 +48,12 @@ class BlockedArray(RemoteArray):
         return self.blocks
 
     def rows(self, start: int, stop: int) -> Any:
-        """Rows `start` to `stop`: one block, or parts joined on the devices of the first. Remote parts are fetched."""
+        """One block, or parts joined on the devices of the first. Remote parts are fetched."""
         cuts = [
             (block, max(start - first, 0), min(stop, end) - first)
             for block, (first, end) in zip(self.blocks, self.ranges, strict=True)
             if first < stop and start < end
         ]
-        # All blocks at once, because a step reads them one after the other.
         prefetch(self.blocks)
 
         is_whole = [(a, b) == (0, block.shape[0]) and isinstance(block, jax.Array) for block, a, b in cuts]
@@ -75,7 +72,7 @@ class BlockedArray(RemoteArray):
         return np.concatenate([np.asarray(block) for block in self.blocks])
 
     def fetch_once(self) -> Any:
-        """The whole array on the host. The blocks keep no copies."""
+        """The blocks keep no copies."""
         if jnp.issubdtype(self.dtype, jax.dtypes.extended):
             return self.rows(0, self.shape[0])
         whole = np.empty(self.shape, self.dtype)
@@ -116,7 +113,7 @@ class BlockedArray(RemoteArray):
 
 @dataclass(frozen=True, slots=True)
 class BlockedTarget:
-    """The type of a `BlockedArray` to make, with (start, stop) and the sharding of each block."""
+    """(start, stop) and the sharding of each block."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -135,8 +132,8 @@ class MicroBatchedArray(RemoteArray):
     """
 
     def __init__(self, parts: Mapping[MicroRows, Sequence[Any]]) -> None:
-        """parts: for each range of rows, jax or remote arrays, several if meshes read the rows in different shardings.
-        Together they have all rows.
+        """parts: for each range of rows, jax or remote arrays, several for different shardings. Together they have all
+        rows.
         """
         self._parts = {rows: tuple(arrays) for rows, arrays in parts.items()}
         first = next(iter(self._parts))
@@ -149,7 +146,7 @@ class MicroBatchedArray(RemoteArray):
         self.dtype, self.weak_type, self.in_host = example.dtype, _is_weak(example), _is_in_host(example)
 
     def parts(self, rows: MicroRows) -> tuple[Any, ...]:
-        """The arrays that hold these rows; empty in other micro-batches."""
+        """Empty in other micro-batches."""
         return self._parts.get(rows, ())
 
     @property
@@ -171,7 +168,7 @@ class MicroBatchedArray(RemoteArray):
 
     @property
     def addressable_shards(self) -> list[Any]:
-        """The shards of all parts in this process; an index is within its part."""
+        """An index is within its part."""
         return [shard for part in self.stored_as for shard in part.addressable_shards]
 
     @classmethod
@@ -211,7 +208,7 @@ class DistributedTarget:
     Attributes:
         session: the runtime of the session.
         rows: (start, stop) of each block; empty for an array without blocks.
-        layouts: for each block, or for the array, the mesh and the sharding of each of its copies.
+        layouts: for each block, or the array, mesh and sharding of each copy.
     """
 
     shape: tuple[int, ...]
@@ -224,7 +221,7 @@ class DistributedTarget:
 
 
 class LeafRows(RemoteArray):
-    """Rows of an array that a caller holds. Each read makes the value in new memory, so a step may donate it."""
+    """Each read makes the value in new memory, so a step may donate it."""
 
     def __init__(self, leaf: jax.Array | RemoteArray, rows: tuple[int, int]) -> None:
         self._leaf, self._rows = leaf, rows
@@ -233,7 +230,7 @@ class LeafRows(RemoteArray):
 
     @property
     def stored_as(self) -> tuple[Any, ...]:
-        """The arrays of all rows: a step that donates some rows uses up the whole array."""
+        """A step that donates some rows uses up the whole array."""
         return self._leaf.stored_as if isinstance(self._leaf, RemoteArray) else (self._leaf,)
 
     def _fetch(self) -> Any:
@@ -263,7 +260,7 @@ def _is_weak(array: Any) -> bool:
 
 
 def device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
-    """The devices in the order of the mesh, which is the same for all arrays of a program of jax."""
+    """In the order of the mesh, the same for all arrays of a program."""
     mesh: Any = getattr(sharding, "mesh", None)
     devices: Any = sharding.device_set
     return tuple(mesh.devices.flat if isinstance(mesh, Mesh) else sorted(devices, key=lambda device: device.id))

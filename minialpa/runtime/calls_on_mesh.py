@@ -1,7 +1,6 @@
 """Calls of a program whose arrays are on the user's mesh: each result comes back in a sharding of that mesh.
 
-A result moves if it is on other devices than the mesh, or if later lines need exactly this sharding. A move to the same
-shards only changes the sharding object.
+A result moves if it is on other devices than the mesh, or if later lines need exactly this sharding.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class CallsOnMesh:
 
     def __init__(self, calls: Runner | BlockedCalls, shardings: Sequence[UsersSharding | None]) -> None:
         self._calls, self._shardings = calls, shardings
-        #: For each result: the sharding in which the last call left it, and its target, or None if it stays.
+        #: For each result: its sharding after the last call, and its target, or None if it stays.
         self._targets: list[tuple[Any, NamedSharding | None]] = [(None, None)] * len(shardings)
         #: By `id` of an array on the user's mesh: a reference to it, and the array with the same shards in the plan's
-        #: sharding, whose memory the next call may take over.
+        #: sharding, which the next call may donate.
         self._planned: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
@@ -51,7 +50,6 @@ class CallsOnMesh:
         return self._calls.place(leaves)
 
     def _target(self, number: int, array: Any) -> NamedSharding | None:
-        """The sharding to which result `number` moves; None if it stays."""
         wanted = self._shardings[number]
         if wanted is None:
             return None
@@ -74,14 +72,14 @@ class CallsOnMesh:
         return known[1] if known is not None and is_same else leaf
 
     def _note(self, shown: Any, made: Any) -> None:
-        """Keep the array of the plan for the next call, if both have the same shards and so share memory."""
+        """Keep the plan's array for the next call, if both have the same shards and so share memory."""
         if isinstance(made, jax.Array) and made.sharding.is_equivalent_to(shown.sharding, made.ndim):
             key = id(shown)
             self._planned[key] = weakref.ref(shown, lambda _: self._planned.pop(key, None)), made
 
 
 def _target_of(array: jax.Array, sharding: NamedSharding, is_exact: bool) -> NamedSharding | None:
-    """The sharding of the user's mesh, in the memory of the array; None if the array stays."""
+    """None if the array stays."""
     spec: PartitionSpec | None = sharding.spec
     if not is_exact and device_order(array.sharding) == device_order(sharding):
         spec = _on_finer_mesh(array.sharding, sharding.mesh)
@@ -89,7 +87,7 @@ def _target_of(array: jax.Array, sharding: NamedSharding, is_exact: bool) -> Nam
 
 
 def _on_finer_mesh(planned: Any, mesh: Any) -> PartitionSpec | None:
-    """The same shards on a mesh of the same devices that splits axes of the plan; None for other meshes.
+    """The same shards on a mesh of the same devices that splits axes of the plan, if possible.
 
     A program of jax has the mesh of its first argument, and fails if it makes shards that this mesh lacks.
     """

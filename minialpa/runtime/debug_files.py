@@ -1,6 +1,6 @@
 """The parts of an executable go in; the files of `Executable.dump_debug_info` come out.
 
-Alpa's scripts look for files that begin with the name of the step: compiled programs, memory, transfers, placements.
+Alpa's scripts look for files that begin with the name of the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PACKAGES = ("minialpa", "jax", "jaxlib", "numpy", "flax", "optax", "ray")
 
 @dataclass(frozen=True, slots=True)
 class DebugFile:
-    """A file of a dump. about: one line that describes it."""
+    """about: one line."""
 
     name: str
     about: str
@@ -40,12 +40,12 @@ class DebugFile:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DebugParts:
-    """What the files describe.
+    """The content of the files.
 
     Attributes:
-        name: of the user's function, with which Alpa's files begin.
+        name: of the user's function.
         placements: of argument leaves, and of result leaves.
-        planning_texts: makes further files: name -> text, whose first line describes it.
+        planning_texts: makes further files: name -> text, which begins with its description.
     """
 
     name: str
@@ -57,7 +57,7 @@ class DebugParts:
 
 
 def debug_files(parts: DebugParts) -> Iterator[DebugFile]:
-    """The files, of which the last one, README.txt, has a line for each other file."""
+    """The last one, README.txt, has a line for each other file."""
     listed = []
     for file in _all_files(parts):
         listed.append(f"{file.name}: {file.about}")
@@ -89,7 +89,6 @@ def _all_files(parts: DebugParts) -> Iterator[DebugFile]:
 
 
 def _file_name(name: str) -> str:
-    """`name` with only letters, digits, `_`, `-` and `.`."""
     return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)
 
 
@@ -118,7 +117,7 @@ def _version_lines() -> Iterator[str]:
 
 
 def _program_files(prefix: str, program: Program, texts: Sequence[str]) -> Iterator[DebugFile]:
-    """Each distinct compiled program of a stage once. The first has the name of the stage alone."""
+    """Each distinct program once. The first has the name of the stage alone."""
     functions: dict[tuple[int, str], list[str]] = defaultdict(list)
     for function, text in zip(program.functions, texts, strict=True):
         functions[function.mesh, text].append(function.name)
@@ -157,8 +156,6 @@ def _memory_text(sizes: Sequence[tuple[str, int]]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeldArray:
-    """The array in a buffer: its name, type, mesh and sharding there."""
-
     name: str
     shape: tuple[int, ...]
     dtype: Any
@@ -171,7 +168,7 @@ class _HeldArray:
 
 
 def _transfer_paragraphs(parts: DebugParts) -> list[str]:
-    """One paragraph for each transfer between meshes; equal ones, of several micro-batches, once with a count."""
+    """A paragraph for each transfer; equal ones, of several micro-batches, once with a count."""
     program, reshardings, held = parts.program, parts.runner.reshardings, _arguments(parts)
     counts: Counter[str] = Counter()
     for instruction in program.instructions:
@@ -195,7 +192,6 @@ def _transfer_paragraphs(parts: DebugParts) -> list[str]:
 
 
 def _arguments(parts: DebugParts) -> dict[int, _HeldArray]:
-    """The arrays in buffers at the beginning of a call."""
     program = parts.program
     leaves = list(numbered_leaves(parts.placements[0], program.blocks.arguments))
     held = {}

@@ -18,7 +18,7 @@ _TIMEOUT_S = 10.0
 
 
 def diagnose_transports() -> dict[str, str]:
-    """For each transport, "works" if an array arrives unchanged, or else the error."""
+    """By transport: "works" if an array arrives unchanged, or else the error."""
     return {
         "TCP": _outcome(_through_tcp),
         "NCCL": _outcome(_through_nccl),
@@ -26,7 +26,7 @@ def diagnose_transports() -> dict[str, str]:
 
 
 def _outcome(attempt: Callable[[], bool]) -> str:
-    """The text for one transport. attempt: sends an array, and returns whether it arrives unchanged."""
+    """attempt: sends an array, and returns whether it arrives unchanged."""
     try:
         return "works" if attempt() else "changes the values that it carries"
     except Exception as error:
@@ -34,7 +34,7 @@ def _outcome(attempt: Callable[[], bool]) -> str:
 
 
 def _through_tcp() -> bool:
-    """Whether an array arrives unchanged from one transport of this process at another."""
+    """From one transport of this process to another."""
     secret = secrets.token_bytes(32)
     here, there = (HostTransport(secret, number) for number in range(2))
     try:
@@ -56,7 +56,7 @@ def _through_tcp() -> bool:
 
 
 def _through_nccl() -> bool:
-    """Whether an array arrives unchanged from a GPU at itself, over a communicator of one rank."""
+    """From a GPU to itself, over a communicator of one rank."""
     devices = [device for device in jax.local_devices() if device.platform in ("gpu", "cuda")]
     if not devices:
         raise WorkerError("jax sees no GPU here. For an NVIDIA GPU, install `minialpa[gpu]`")

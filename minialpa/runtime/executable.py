@@ -1,4 +1,4 @@
-"""`Executable`: a plan, its program and a runner go in; an object that users call, inspect and measure comes out."""
+"""`Executable`: a plan, its program and a runner, to call, inspect and measure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from minialpa.tracing.host_memory import memory_kind_of
 from minialpa.tracing.refs import NO_REFS, StepRefs
 from minialpa.tracing.user_meshes import UsersSharding
 
-#: Methods of jax's compiled functions, with the methods that have these facts here.
+#: Methods of jax's compiled functions, and their replacements.
 _INSTEAD = {
     "as_text": "`get_hlo_text()`",
     "cost_analysis": "`get_parallel_plan().summary()` and `profile_with_dummy_inputs()`",
@@ -46,7 +46,7 @@ class Executable:
     Attributes:
         out_tree: pytree of the results.
         run, place: `Runner.__call__` and `Runner.place`, for leaves of the step in place of leaves of the program.
-        call: calls with the arguments of the step; the function that compiled it sets this.
+        call: calls with the arguments of the step.
         refs: the Refs of the step, which `run` reads and updates.
         name: of the user's function.
     """
@@ -65,9 +65,8 @@ class Executable:
         planning_texts: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """`in_tree` is the pytree of the argument tuple without static arguments. `placements` are the specs of
-        argument and result leaves, if the program follows the plan of another step, as a program that creates a state
-        does. `result_shardings`, empty without a mesh of the user: see `CallsOnMesh`. `planning_texts` makes files that
-        describe planning: name -> text.
+        argument and result leaves, if the program follows the plan of another step. `result_shardings`, empty without a
+        mesh of the user: see `CallsOnMesh`. `planning_texts`: see `DebugParts`.
         """
         self._plan = plan
         self._in_tree, self.out_tree = in_tree, out_tree
@@ -111,7 +110,7 @@ class Executable:
         return self._as_arguments(self._input_specs)
 
     def _as_arguments(self, values: Sequence[Any]) -> Any:
-        """The argument tuple with these values as leaves; values of captured Refs are left out."""
+        """Values of captured Refs are left out."""
         return jax.tree.unflatten(self._in_tree, values[: self._in_tree.num_leaves])
 
     def get_input_targets(self) -> Any:
@@ -130,7 +129,7 @@ class Executable:
         return self._as_arguments(targets)
 
     def _layouts(self) -> list[tuple[_Layouts, ...]]:
-        """For each argument leaf and each of its blocks, the meshes and shardings in which the program reads it.
+        """For each argument leaf and block, the meshes and shardings in which the program reads it.
 
         Empty for leaves that the program reads in micro-batches.
         """
@@ -148,9 +147,7 @@ class Executable:
         return jax.tree.unflatten(self.out_tree, self._output_specs[: self.out_tree.num_leaves])
 
     def placement_of(self, leaf: Any, path: str) -> PlacedValue | None:
-        """The meshes and specs of the array `leaf`, under the name `path`; None if a part is on no mesh of this
-        executable.
-        """
+        """Meshes and specs of the array `leaf`; None if a part is on no mesh of this executable."""
         leaf = value_of_ref(leaf)
         is_blocked = isinstance(leaf, BlockedArray)
         blocks = leaf.blocks if is_blocked else (leaf,)
@@ -216,7 +213,7 @@ class Executable:
         """The measured times of all functions of a step on zeros, after one step to warm up.
 
         A function starts when it has been issued, the previous function of its mesh has ended and, in one process, its
-        inputs have arrived. It ends when all its results are ready. Other tracks show transfers, or on a cluster the
+        inputs have arrived. It ends when its results are ready. Other tracks show transfers, or on a cluster the
         instructions of each worker, where a `Receive` starts with its wait. The clocks of hosts are assumed to agree.
 
         The first call compiles each function a second time. Other steps stay unchanged.
@@ -239,11 +236,11 @@ class Executable:
         self._plan.to_html(path, title=title, measured=self.stage_timeline() if measured else ())
 
     def dump_debug_info(self, folder: str | Path) -> None:
-        """Write everything that is known about the step to `folder`; README.txt there has a line for each file.
+        """Write all facts about the step to `folder`; README.txt there has a line for each file.
 
-        With NAME the name of the step, `NAME_stage_0.hlo` is the first compiled program of stage 0, and its other
-        programs are `NAME_stage_0_backward0.hlo`, for example. Without a pipeline, it is `NAME.hlo`. Other files are
-        memory, transfers, placements, the phases of planning, and the shardings that the planner could choose from.
+        For a step NAME, `NAME_stage_0.hlo` is the first compiled program of stage 0, and others are
+        `NAME_stage_0_backward0.hlo`, for example. Without a pipeline, it is `NAME.hlo`. Other files are memory,
+        transfers, placements, phases of planning, and possible shardings.
         """
         root = Path(folder)
         parts = DebugParts(
@@ -265,9 +262,7 @@ class Executable:
 
 
 def _target(spec: PlacementSpec, meshes: Sequence[Mesh]) -> jax.ShapeDtypeStruct | BlockedTarget:
-    """The type of an argument in its planned sharding, the first of several; without a sharding if `meshes` is
-    empty.
-    """
+    """An argument in its planned sharding, the first of several; without a sharding if `meshes` is empty."""
     dtype = dtype_named(spec.dtype)
     shardings = tuple(
         placed(meshes[i], p, in_host=spec.memory_kind != "device")
@@ -283,7 +278,7 @@ _Layouts = tuple[tuple[MeshShape, PartitionSpec], ...]
 
 
 def _target_on_workers(target: Any, spec: PlacementSpec, layouts: tuple[_Layouts, ...], session: Any) -> Any:
-    """The same target in all its layouts on workers; unchanged for typed keys, or if a block has no layout."""
+    """In all its layouts on workers; unchanged for typed keys, or if a block has no layout."""
     if jnp.issubdtype(target.dtype, jax.dtypes.extended) or not all(layouts):
         return target
     return DistributedTarget(

@@ -1,7 +1,6 @@
 """The local runtime: runs a program on the devices of this process.
 
-Each mesh of the program is a `jax.sharding.Mesh` over some of the devices. jax runs issued instructions asynchronously,
-so independent meshes work at the same time.
+jax runs issued instructions asynchronously, so independent meshes work at the same time.
 
 Threads issue one whole step after another, under one lock: collectives must reach all devices in the same order, and a
 step deletes its donated arguments before the next step begins.
@@ -32,12 +31,12 @@ from minialpa.sharding import device_mesh, is_host_array, placed
 from minialpa.support.private_jax import ArrayImpl
 from minialpa.support.progress import phase
 
-#: Held by the thread that issues a step. All executables share the devices of this process.
+#: Held by the thread that issues a step: all executables share the devices.
 _step_lock = threading.RLock()
 
 
 def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
-    """A jax mesh for each mesh of the program. Raises ShardingError for too few devices."""
+    """Raises ShardingError for too few devices."""
     meshes = []
     for shape in program.meshes:
         n = int(np.prod(shape.logical_shape))
@@ -75,7 +74,7 @@ class LocalExecutable:
         self._whole_function_number = _whole_function(program)
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        """Start one step; returns its result leaves. Each result is on the first of its meshes."""
+        """Each result is on the first of its meshes."""
         with _step_lock:
             _check_usable(leaves)
             return self._step(leaves, traced)
@@ -92,7 +91,7 @@ class LocalExecutable:
                 self._raise(error, 0)
 
         buffers: Buffers = dict(self._constants)
-        # No variable names the arrays: only `buffers` may hold arrays that the step frees.
+        # Only `buffers` may hold arrays that the step frees.
         buffers.update(zip(self._arguments.buffers, self._arguments.of_step(leaves), strict=True))
         trace = self._trace = StepTrace() if traced else None
         try:
@@ -102,7 +101,7 @@ class LocalExecutable:
         return [buffers[slot.buffers[0]] for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        # NumPy arrays need no lock: a loader that places them does not delay steps.
+        # A loader that places NumPy arrays does not delay steps.
         has_arrays = any(isinstance(leaf, jax.Array | RemoteArray) for leaf in leaves)
         with _step_lock if has_arrays else nullcontext():
             _check_usable(leaves)
@@ -143,9 +142,8 @@ class LocalExecutable:
         return from_start(self._trace.tasks())
 
     def _raise(self, error: Exception, i: int) -> NoReturn:
-        """Raise `error`, from instruction `i`, as a WorkerError.
-
-        Errors of callbacks into Python, and of Python numbers that are too large for their dtypes, pass unchanged.
+        """Raise `error` as a WorkerError. Errors of callbacks into Python, and of Python numbers that are too large for
+        their dtypes, pass unchanged.
         """
         if _is_of_callback(error) or isinstance(error, OverflowError):
             raise error
@@ -166,7 +164,6 @@ class DevicePuts:
         self._results = {b for slot in program.outputs for b in slot.buffers}
 
     def action(self, instruction: Any) -> Action:
-        """The function that carries out a `Transfer` on the buffers of a step."""
         assert isinstance(instruction, Transfer), instruction
         source, target = instruction.source, instruction.target
         mesh, spec = self._meshes[instruction.mesh], instruction.spec
@@ -180,7 +177,7 @@ class DevicePuts:
         return put
 
     def settle(self, buffers: Sequence[int]) -> None:
-        """Does not wait: jax orders the readers of an array before a call that takes it over."""
+        """jax orders the readers of an array before a call that takes it over."""
 
     def describe(self, instruction: Any) -> str:
         return f"to stage {instruction.mesh}"
@@ -188,7 +185,7 @@ class DevicePuts:
     def note(
         self, trace: StepTrace, instruction: Any, buffers: Buffers, *, name: str, begun_s: float, issued_s: float
     ) -> None:
-        """Transfers have tracks of their own: an array is under way from when it is ready until it has arrived."""
+        """An array is under way from when it is ready until it has arrived."""
         if isinstance(instruction, Transfer):
             source, target = instruction.source, instruction.target
             trace.note_array(
@@ -210,7 +207,7 @@ def _is_of_callback(error: Exception) -> bool:
 
 
 def _check_usable(leaves: Sequence[Any]) -> None:
-    """Raise DeletedArrayError if another step has donated an argument, perhaps since the call began."""
+    """Raises DeletedArrayError: another step may have donated an argument since the call began."""
     # Usually all are jax's own arrays, whose check is fast.
     others = [leaf for leaf in leaves if type(leaf) is not ArrayImpl]
     arrays = [leaf for leaf in leaves if type(leaf) is ArrayImpl] if others else leaves
@@ -225,9 +222,9 @@ def _check_usable(leaves: Sequence[Any]) -> None:
 
 
 def _whole_function(program: Program) -> int | None:
-    """The function of a program that only calls it, with inputs and results in order; else None.
+    """The function of a program that only calls it, with inputs and results in order.
 
-    Such a call needs no numbered buffers, which take 0.4 microseconds for each leaf.
+    Such a call needs no buffers, which take 0.4 microseconds for each leaf.
     """
     match program.instructions:
         case (Run(function, inputs, outputs), *others) if all(isinstance(other, Free) for other in others):
@@ -238,12 +235,11 @@ def _whole_function(program: Program) -> int | None:
 
 
 def _placement(mesh: Mesh, spec: PartitionSpec, *, is_result: bool) -> Any:
-    """The placement for `device_put`. A single device takes half as long as its sharding, which only results need."""
+    """A device takes half as long as its sharding, which only results need."""
     return mesh.devices.item() if mesh.size == 1 and not is_result else NamedSharding(mesh, spec)
 
 
 def _mesh_of_buffer(program: Program) -> dict[int, int]:
-    """The number of the mesh of each buffer."""
     slots: tuple[InputSlot | ConstantSlot, ...] = (*program.inputs, *program.constants)
     homes = {slot.buffer: slot.mesh for slot in slots}
     for instruction in program.instructions:
@@ -260,7 +256,7 @@ def _shardings(mesh: Mesh, specs: Sequence[PartitionSpec], types: Sequence[Any])
 
 
 def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> list[Any]:
-    """All functions of the program, compiled. with_flag: for traced steps, see `lower`."""
+    """with_flag: for traced steps, see `lower`."""
     lowered = (
         lower(
             function.fun,

@@ -1,7 +1,7 @@
 """Arguments of a step in one process: leaves go in, and the array of each `InputSlot` comes out.
 
-A leaf that already has the right sharding is used in place. Arrays that the program donates share no memory with arrays
-of the caller. No array shares memory with a NumPy array.
+A leaf in the right sharding is used in place. Donated arrays share no memory with arrays of the caller. No array shares
+memory with a NumPy array.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from minialpa.runtime.steps.compiled import paced
 from minialpa.sharding import is_host_array, placed
 from minialpa.support.private_jax import NO_MESH, ArrayImpl, addresses_of, under_mesh
 
-#: Arrays of up to so many bytes go to several CPU devices through a copy on the host.
+#: Smaller arrays go to several CPU devices through a copy on the host.
 _SMALL_BYTES = 2**24
 
 
 class LocalArguments:
-    """The inputs of a program on the devices of this process. `buffers` and `leaves` are the numbers for each input."""
+    """`buffers` and `leaves` are the numbers for each input."""
 
     def __init__(self, program: Program, meshes: Sequence[Mesh]) -> None:
         self._inputs, self._donated_leaves = program.inputs, program.donated_leaves
@@ -43,11 +43,10 @@ class LocalArguments:
             number: RowCutter([(self._inputs[i].rows, self._shardings[i]) for i in inputs])
             for number, inputs in self._inputs_of_cut_leaf.items()
         }
-        #: For each input, the sharding of the last leaf that was used in place. Training loops repeat the same object.
+        #: For each input, the sharding of the last leaf in place. Training loops repeat the same object.
         self._settled_shardings: list[Any] = [None] * len(program.inputs)
 
     def of_step(self, leaves: Sequence[Any]) -> list[Any]:
-        """The array of each input."""
         values = [leaves[number] for number in self.leaves]
         if len(set(map(id, leaves))) == len(leaves):
             settled = self._settled_shardings
@@ -69,7 +68,7 @@ class LocalArguments:
         return values
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves for `Runner.place`: laid out for their first reader, or, if cut, as `MicroBatchedArray`s for all
+        """The leaves for `Runner.place`: laid out for their first reader or, if cut, as `MicroBatchedArray`s for all
         readers.
 
         A cut leaf stays unchanged if the program does not read all its rows. None stays None.
@@ -94,7 +93,6 @@ class LocalArguments:
         return out
 
     def _micro_batched(self, leaf: Any, slots: Sequence[int]) -> Any:
-        """A leaf of the batch, cut into the rows and shardings of the inputs with the numbers `slots`."""
         places = list(dict.fromkeys((self._inputs[i].rows, self._shardings[i]) for i in slots))
         if isinstance(leaf, MicroBatchedArray) and all(_placed_part(leaf, *place) is not None for place in places):
             return leaf
@@ -108,7 +106,7 @@ class LocalArguments:
         return MicroBatchedArray(parts)
 
     def _fill(self, values: list[Any], inputs: Sequence[int], leaves: Sequence[Any]) -> None:
-        """Set the values of these inputs from the leaves. Parts in the right sharding are not fetched."""
+        """Parts in the right sharding are not fetched."""
         here: dict[int, Any] = {}
         rows: dict[int, Any] = {}
         for i in inputs:
@@ -133,11 +131,11 @@ class LocalArguments:
         return (i in self._inputs_of_one_call and _is_loose(value, sharding)) or _has_sharding(value, sharding)
 
     def _copy_for_donation(self, values: list[Any], inputs: Sequence[int], missing: set[int]) -> None:
-        """Replace donated inputs by copies where a call must not take over their memory.
+        """Copy donated inputs where a call must not take over their memory.
 
-        Of one array in two places, a call can take over the buffer once, and not at all if another input reads it. An
-        array on the right device that lacks the program's sharding comes from neither a step nor `preshard`: the caller
-        keeps it.
+        Of one array in two places, a call can take over the buffer once, and not at all if another input reads it.
+        An array on the right device that lacks the program's sharding comes from neither a step nor `preshard`: the
+        caller keeps it.
         """
         donated = [i for i in inputs if self._is_donated[i] and i not in missing]
         if not donated:
@@ -156,19 +154,14 @@ class LocalArguments:
             values[i] = self._copied_if_shared(array, leaves[self._inputs[i].leaf], self._inputs[i])
 
     def _copied_if_shared(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
-        """`array`, copied if it has memory of the caller's `leaf` and the program donates it.
-
-        `device_put` may use the leaf's buffer on a device that has it.
-        """
+        """`device_put` may use the leaf's buffer on a device that has it."""
         if slot.leaf not in self._donated_leaves or not isinstance(leaf, jax.Array):
             return array
         return _copy(array) if _shares_buffer(array, leaf) else array
 
 
 class RowCutter:
-    """Cuts an array into the rows that some inputs read, in one call. `places` has the rows and sharding of each
-    input.
-    """
+    """Cuts an array into the rows that inputs read, in one call. `places` has the rows and sharding of each input."""
 
     def __init__(self, places: Sequence[tuple[MicroRows, NamedSharding]]) -> None:
         self._is_cut = [rows is not None for rows, _ in places]
@@ -178,7 +171,7 @@ class RowCutter:
         self._cut_in_shardings = jax.jit(self._cut_anywhere, out_shardings=[sharding for _, sharding in cut])
 
     def __call__(self, array: jax.Array) -> list[Any]:
-        """For each input, its rows, in the input's sharding if the array is on the same devices, in their order."""
+        """In the inputs' shardings, if the array is on the same devices in their order."""
         cut = self._cut_in_shardings if self._devices == {device_order(array.sharding)} else self._cut_anywhere
         with under_mesh(NO_MESH):
             rows = iter(paced(cut, array.sharding.device_set)(array))
@@ -186,20 +179,16 @@ class RowCutter:
 
 
 def _slices_of_rows(rows: Sequence[tuple[int, int, int]], array: Any) -> list[Any]:
-    """For each (start, stop, dimension), these rows of `array`."""
     return [jax.lax.slice_in_dim(array, start, stop, axis=dim) for start, stop, dim in rows]
 
 
 def _find_cut_leaves(program: Program) -> dict[int, list[int]]:
-    """For each leaf that is cut into micro-batches, the inputs that read it."""
     cut = {slot.leaf for slot in program.inputs if slot.rows is not None}
     return {leaf: [i for i, slot in enumerate(program.inputs) if slot.leaf == leaf] for leaf in sorted(cut)}
 
 
 def _find_inputs_of_one_call(program: Program) -> frozenset[int]:
-    """Inputs that only one `Run` reads, without donation. Its call places loose values faster than `device_put`
-    does.
-    """
+    """Inputs that only one `Run` reads, undonated. Its call places loose values faster than `device_put`."""
     readers = Counter(b for instruction in program.instructions for b in reads(instruction))
     by_run = {b for instruction in program.instructions if isinstance(instruction, Run) for b in instruction.inputs}
     results = {b for slot in program.outputs for b in slot.buffers}
@@ -211,7 +200,7 @@ def _find_inputs_of_one_call(program: Program) -> frozenset[int]:
 
 
 def _is_loose(value: Any, sharding: NamedSharding) -> bool:
-    """Whether compiled functions place a value: numbers, NumPy arrays and, on several devices, uncommitted arrays."""
+    """Compiled functions place numbers, NumPy arrays and, on several devices, uncommitted arrays."""
     if type(value) is ArrayImpl:
         return sharding.num_devices > 1 and not value.committed
     return isinstance(value, np.ndarray | np.number) or type(value) in (int, float, complex)
@@ -235,14 +224,13 @@ def _copy(array: Any) -> Any:
 
 
 def _copied_if_numpy(value: Any) -> Any:
-    """The value; NumPy arrays are copied, because the caller may write to them before jax reads them."""
+    """The caller may write to NumPy arrays before jax reads them."""
     return own_copy(value) if isinstance(value, np.ndarray) else value
 
 
 def _value_to_put(value: Any, sharding: NamedSharding) -> Any:
-    """The value, or a NumPy copy of a small array on one CPU device.
-
-    From one device, `device_put` compiles the cut of each shape into shards, which takes longer than the copy.
+    """A NumPy copy of a small array on one CPU device: `device_put` would compile the cut of each shape into shards,
+    which takes longer.
     """
     if not isinstance(value, jax.Array) or value.nbytes > _SMALL_BYTES or sharding.num_devices == 1:
         return value
@@ -252,7 +240,7 @@ def _value_to_put(value: Any, sharding: NamedSharding) -> Any:
 
 
 def _value_in_this_process(leaf: Any) -> Any:
-    """The value of a remote array, joined on the host because no device needs memory for all of it."""
+    """Remote arrays are joined on the host: no device needs memory for all."""
     return leaf[...] if isinstance(leaf, RemoteArray) else leaf
 
 

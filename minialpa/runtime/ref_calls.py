@@ -1,4 +1,4 @@
-"""Calls of a step with Refs: their arrays go in as arguments, and their new arrays go back into them."""
+"""Calls of a step with Refs: their arrays go in as arguments, and new arrays go back into them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minialpa.tracing.refs import StepRefs, check_distinct, is_ref_leaf
 
 
 class RefCalls:
-    """Calls of a step, whose leaves may be Refs. Thread-safe: a step that fails changes no Ref."""
+    """Thread-safe. A step that fails changes no Ref."""
 
     def __init__(self, calls: Runner | BlockedCalls | CallsOnMesh, refs: StepRefs, paths: Sequence[str]) -> None:
         """paths: of the argument leaves and of captured Refs."""
@@ -34,7 +34,7 @@ class RefCalls:
         return results[:n_returned]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """`Runner.place`. Refs stay unchanged: the next call places their arrays."""
+        """Refs stay unchanged: the next call places their arrays."""
         arrays = [None if is_ref_leaf(leaf) else leaf for leaf in leaves]
         placed = self._calls.place([*arrays, *[None] * len(self._refs.captured)])
         return [leaf if is_ref_leaf(leaf) else array for leaf, array in zip(leaves, placed, strict=False)]

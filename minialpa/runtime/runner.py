@@ -1,7 +1,7 @@
 """`Runner`, the interface of both runtimes, and `BlockedCalls`, which turns leaves of a step into leaves of a program.
 
-A step whose stages end inside a scan over layers keeps each stacked leaf in blocks of rows, on the meshes of its
-stages. The program treats each block as a leaf. With 8 layers on two stages:
+A step whose stages end inside a scan over layers keeps each stacked leaf in blocks of rows, which are leaves of the
+program. With 8 layers on two stages:
 
     leaves of the step       w [8, 512, 512]               ->  w' [8, 512, 512], a BlockedArray
     leaves of the program    w[0:4], w[4:8], on 2 meshes   ->  w'[0:4], w'[4:8]
@@ -30,13 +30,12 @@ class Runner(Protocol):
     """A program on devices. A call starts one step on leaves of the program and returns result leaves without waiting.
 
     With `traced=True`, it also records the times of the step. The first such call compiles each function a second time.
-
     Threads may call it at the same time: steps have one order. A call whose argument another step has donated raises
     DeletedArrayError and has no effect.
 
     Attributes:
-        meshes: the devices of each mesh of the program; empty if they belong to other processes.
-        session: the runtime of the session whose workers have the devices; None in one process.
+        meshes: devices of each mesh; empty if they belong to other processes.
+        session: the runtime of the workers; None in one process.
         reshardings: how arrays move between meshes, by target buffer; empty in one process.
     """
 
@@ -52,45 +51,45 @@ class Runner(Protocol):
     def __call__(self, leaves: Sequence[Any], /, *, traced: bool = False) -> list[Any]: ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """A context in which no other thread starts a step on these devices."""
+        """No other thread starts a step on these devices."""
 
     def timeline(self) -> tuple[TaskTime, ...]:
-        """The tasks of the last traced step, by start. Waits for the end of the step."""
+        """The last traced step, by start. Waits for its end."""
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves, laid out as the step reads them. Arrays that the step donates share no memory with `leaves`.
+        """Argument leaves, laid out as the step reads them. Donated arrays share no memory with `leaves`.
 
         A leaf that the step cuts into micro-batches becomes a `MicroBatchedArray`, if the step reads all of its rows.
         None stays None.
         """
 
     def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
-        """The number of each mesh of the program that holds an array, and the array's sharding there."""
+        """The number of each mesh that holds an array, and its sharding there."""
 
     def hlo_texts(self) -> list[str]:
-        """Compiled HLO of each function of the program."""
+        """Compiled HLO of each function."""
 
     def allocation_sizes(self) -> list[int]:
-        """For each function of the program, bytes per device of arguments, results and temporaries."""
+        """For each function, bytes per device of arguments, results and temporaries."""
 
     def function_seconds(self, repeats: int = 5) -> list[float]:
-        """For each function of the program, the median seconds of `repeats` calls of that function alone."""
+        """For each function, the median seconds of `repeats` calls of it alone."""
 
     def descriptions(self) -> Mapping[str, str]:
-        """A description of each process, by a name of the process."""
+        """A description of each process, by its name."""
 
     def sync(self) -> None:
         """Wait until all started calls have ended."""
 
 
 class BlockedCalls:
-    """Calls of a program with leaves in blocks, by the leaves of its step. Thread-safe."""
+    """Calls of a program by the leaves of its step. Thread-safe."""
 
     def __init__(self, runner: Runner, blocks: LeafBlocks) -> None:
         self._runner, self._blocks = runner, blocks
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        # No copies and no reads here: the runner does both in its turn, after its check for deleted arrays.
+        # The runner copies and reads in its turn, after its check for deleted arrays.
         results = self._runner(split_leaves(leaves, self._blocks.arguments), traced=traced)
         return joined_leaves(results, self._blocks.results)
 
@@ -98,9 +97,7 @@ class BlockedCalls:
         return self._runner.turn()
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves, laid out as the step reads them (`Runner.place`). A leaf with rows that no stage reads stays
-        unchanged.
-        """
+        """A leaf with rows that no stage reads stays unchanged."""
         blocks = self._blocks.arguments
         parts = split_leaves(leaves, blocks)
         placed = iter(zip(parts, self._runner.place(parts), strict=True))
@@ -129,7 +126,7 @@ def split_leaves(leaves: Sequence[Any], blocks: Sequence[BlockRows | None]) -> l
 
 
 def _block(leaf: Any, rows: tuple[int, int]) -> Any:
-    """These rows of a leaf without matching blocks: its own block, or a view. None stays None."""
+    """These rows: the leaf's own block, or a view. None stays None."""
     if leaf is None:
         return None
     if isinstance(leaf, BlockedArray) and rows in leaf.ranges:
@@ -140,9 +137,8 @@ def _block(leaf: Any, rows: tuple[int, int]) -> Any:
 
 
 def joined_leaves(results: Sequence[Any], blocks: Sequence[BlockRows | None]) -> list[Any]:
-    """The result leaves of a step, from the leaves of its program: a `BlockedArray` for each leaf in blocks.
-
-    Typed keys in this process are joined: functions of `jax.random` accept only jax's own arrays of keys.
+    """The result leaves of a step. Typed keys in this process are joined: functions of `jax.random` accept only jax's
+    own arrays of keys.
     """
     if not blocks:
         return list(results)
@@ -158,8 +154,8 @@ def _joined(blocks: Sequence[Any]) -> Any:
 
 
 def _placed_leaf(leaf: Any, blocks: Sequence[tuple[Any, Any]]) -> Any:
-    """A leaf in blocks after `Runner.place`. blocks: each block before and after."""
-    # Rows that no stage reads have no place: the runner returns a view of them.
+    """blocks: each block before and after `Runner.place`."""
+    # The runner returns a view of rows that no stage reads.
     if any(isinstance(placed, LeafRows | np.ndarray) for _, placed in blocks):
         return leaf
     is_in_place = all(placed is given for given, placed in blocks)

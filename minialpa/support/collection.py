@@ -1,7 +1,7 @@
 """`collection_paused` keeps Python's garbage collector out of tracing and planning.
 
-Both make millions of small objects that live as long as the plan. The collector would walk through them in vain, for up
-to half of the time.
+Both make millions of small objects that live as long as the plan. The collector would walk through them for up to half
+of the time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """A context without garbage collection; reference counting goes on."""
     enabled = gc.isenabled()
     gc.disable()
     try:

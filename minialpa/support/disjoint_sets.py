@@ -1,4 +1,4 @@
-"""Disjoint sets: a union-find forest in which the first of two joined sets names the result.
+"""A union-find forest in which the first of two joined sets names the result.
 
 `networkx.utils.UnionFind` is half as fast, and names sets of equal size by the addresses of objects.
 """
@@ -12,12 +12,12 @@ T = TypeVar("T", bound=Hashable)
 
 
 class DisjointSets(Generic[T]):
-    """Items in disjoint sets. An item that was never joined is a set by itself."""
+    """An item that was never joined is a set by itself."""
 
     __slots__ = ("_parents",)
 
     def __init__(self) -> None:
-        #: For each joined item another item of its set; for a root the root.
+        #: Another item of the set; for a root the root.
         self._parents: dict[T, T] = {}
 
     def __iter__(self) -> Iterator[T]:
@@ -25,7 +25,6 @@ class DisjointSets(Generic[T]):
         return iter(self._parents)
 
     def find(self, item: T) -> T:
-        """The root of the set of `item`."""
         parents = self._parents
         parent = parents.get(item, item)
         while parent != (above := parents.get(parent, parent)):

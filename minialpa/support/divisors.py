@@ -6,6 +6,6 @@ import math
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """All divisors of `n` in order, by sqrt(n) divisions."""
+    """In order, by sqrt(n) divisions."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return tuple(sorted({*low, *(n // d for d in low)}))

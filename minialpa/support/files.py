@@ -8,7 +8,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-#: Errors for files that can be written but not replaced: in a folder of another user, or a mount.
+#: Errors for files that can be written but not replaced.
 _NOT_REPLACED = (errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EXDEV)
 
 
@@ -21,7 +21,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     """Write `data` to a temporary file beside `path`, which then replaces `path` and takes its permissions.
 
     Links are followed. A file that is not regular, such as /dev/stdout, or cannot be replaced is written directly.
-    Raises OSError if that fails; the old file then stays.
+    Raises OSError; the old file then stays.
     """
     target = Path(path)
     if target.exists() and not target.is_file():
@@ -42,7 +42,6 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def _replace(target: Path, partial: Path, data: bytes) -> None:
-    """Write `partial`, and move it to `target` with the owner and mode of the old file."""
     with partial.open("xb") as file:
         file.write(data)
         file.flush()

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ById(Generic[T]):
-    """A key for one object. It keeps the object alive, so the id stays unique."""
+    """It keeps the object alive, so the id stays unique."""
 
     value: T
 

@@ -1,4 +1,4 @@
-"""The source files of compiled loops, and their digest at import, which names the cached machine code."""
+"""The source files of compiled loops, and their digest, which names the cached machine code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-#: Modules of compiled functions and of their arguments' classes. Machine code includes called functions: one digest.
+#: Modules of compiled functions and of their arguments' classes.
 SOURCES = (
     "inter/schedule/list_scheduler.py",
     "inter/search/stage_kernels.py",

@@ -1,6 +1,6 @@
-"""`compiled` marks loops on numbers and NumPy arrays that run as machine code, compiled at the first call.
+"""`compiled` marks loops on numbers and NumPy arrays that run as machine code.
 
-Importing numba takes half a second, and most small steps need no such loop.
+Importing numba takes half a second, and small steps need no such loop: the first call compiles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """`function` as machine code, compiled or read from a file at the first call."""
     return cast(_Function, _CompiledLoop(function))
 
 
@@ -37,7 +36,6 @@ class _CompiledLoop:
         return dispatcher_of(self._with_dispatchers())
 
     def _with_dispatchers(self) -> Callable[..., Any]:
-        """The function, with numba's dispatchers for the loops that it calls."""
         function = self.function
         assert isinstance(function, FunctionType), function
         used = {name: function.__globals__.get(name) for name in function.__code__.co_names}

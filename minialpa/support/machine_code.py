@@ -1,7 +1,7 @@
 """Compiles the loops of `support/loops.py` with numba, and keeps the machine code in files.
 
 numba would put these files into the installed package, where pip does not remove them. Here they go to the user's cache
-folder, or to a private temporary folder. The cache of a function is its attribute `_cache`, which is private in numba.
+folder, or to a private temporary folder.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def dispatcher_of(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
-#: Names the code. numba itself distinguishes versions of Python and processors.
+#: numba itself distinguishes versions of Python and processors.
 _DIGEST = SOURCES_DIGEST and hashlib.sha256(f"{numba.__version__} {SOURCES_DIGEST}".encode()).hexdigest()[:16]
 
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """The folder with the machine code of these sources, made if necessary; None without a place for it."""
+    """Made if necessary; None without a place for it."""
     if _DIGEST is None:
         return None
     name = f"loops-{_DIGEST}"
@@ -46,7 +46,7 @@ def cache_folder() -> Path | None:
 
 
 class _Locator:
-    """Passes the folder and version of a function's code to numba, as numba's locators do."""
+    """Passes the folder and version of a function's code to numba."""
 
     def __init__(self, function: Callable[..., Any], file: str, folder: Path) -> None:
         self._py_file, self._line, self._folder = file, function.__code__.co_firstlineno, folder
@@ -74,7 +74,7 @@ class _Implementation(CompileResultCacheImpl):
 
 
 class _Files(FunctionCache):
-    """The files of one function. Unusable files cost only time."""
+    """Unusable files cost only time."""
 
     _impl_class = _Implementation
 

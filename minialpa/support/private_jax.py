@@ -68,14 +68,14 @@ C = TypeVar("C", bound=type)
 # ---- tracebacks ------------------------------------------------------------------------------------------------------
 
 private_traceback.register_exclusion(str(Path(__file__).parents[1]))
-#: Special methods that users call.
+#: Methods that users call.
 _CALLED = ("__call__", "__init__", "__next__")
-#: Modes of `jax_traceback_filtering` that keep a full traceback, which one of them adds as a cause.
+#: Modes of `jax_traceback_filtering` that keep full tracebacks.
 _FULL = ("off", "remove_frames")
 
 
 def api_boundary(fun: F) -> F:
-    """Decorates a public function: errors, and their causes, have only frames of the user.
+    """Decorates a public function: errors, and their causes, have only the user's frames.
 
     `jax_traceback_filtering="off"` keeps all frames.
     """
@@ -92,7 +92,7 @@ def api_boundary(fun: F) -> F:
 
 
 def api_boundaries(kind: C) -> C:
-    """Decorates a public class: `api_boundary` for each of its own methods that users call."""
+    """`api_boundary` for each own method of a class that users call."""
     for name, member in vars(kind).copy().items():
         method = getattr(member, "__func__", member)  # of a static method or a class method
         if inspect.isfunction(method) and (not name.startswith("_") or name in _CALLED):
@@ -102,7 +102,7 @@ def api_boundaries(kind: C) -> C:
 
 
 def warn(text: str) -> None:
-    """A UserWarning with the line of the user, outside of jax and minialpa."""
+    """A UserWarning with the user's line."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and not private_traceback.include_frame(frame):
         frame, level = frame.f_back, level + 1
@@ -110,7 +110,7 @@ def warn(text: str) -> None:
 
 
 def _filter_causes(error: BaseException) -> None:
-    """Filter the causes of an error, which jax does not. Remove causes inside of minialpa, which the error explains."""
+    """jax does not filter causes. Causes inside of minialpa are removed: the error explains them."""
     if private_config.traceback_filtering.value in _FULL:
         return
     seen = {id(error), id(None)}  # an error may be its own cause
@@ -128,7 +128,7 @@ def _filter_causes(error: BaseException) -> None:
 
 
 def named_for_messages(traced: F, fun: Callable[..., Any], names: Sequence[str]) -> F:
-    """Makes messages of jax name `fun`, its line, and `names` of argument leaves, while it traces `traced`."""
+    """Messages of jax name `fun`, its line, and `names` of argument leaves."""
     info = DebugInfo("jit", _name_and_line(fun), tuple(names), initial_result_paths)
     save_wrapped_fun_debug_info(traced, info)
     return traced
@@ -142,7 +142,6 @@ def _name_and_line(fun: Callable[..., Any]) -> str:
 
 
 def argument_names(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[str]:
-    """The name of each leaf of the arguments of `fun`, such as `params['w']`."""
     return debug_info("jit", fun, args, dict(kwargs)).arg_names or ("",) * len(jax.tree.leaves((args, kwargs)))
 
 
@@ -150,26 +149,25 @@ def argument_names(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def name_stack(eqn: JaxprEqn) -> str:
-    """The name scopes and transformations in which the equation was traced, outermost first."""
+    """Name scopes and transformations, outermost first."""
     return str(eqn.source_info.name_stack)
 
 
 def in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
-    """The equation with the name scopes `scope` in place of its own."""
     source = eqn.source_info.replace(name_stack=source_info_util.new_name_stack(scope))
     new: JaxprEqn = eqn.replace(source_info=source)
     return new
 
 
 def scopes_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """A context that adds the name scopes of an equation to the present ones."""
+    """Adds the equation's name scopes to the present ones."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     context: AbstractContextManager[Any] = source_info_util.set_name_stack(stack)
     return context
 
 
 def frames_of(eqn: JaxprEqn) -> Iterator[Any]:
-    """Frames outside jax that made the equation, innermost first; each has file_name, start_line, function_name."""
+    """Frames outside jax, innermost first; each has file_name, start_line, function_name."""
     return user_frames(eqn.source_info.traceback)
 
 
@@ -179,16 +177,15 @@ def innermost_line(eqn: JaxprEqn) -> str:
 
 
 def with_source_of(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
-    """The equation with the source line, and inside the name scopes, of `other`."""
+    """With the source line, and inside the name scopes, of `other`."""
     scopes = other.source_info.name_stack + eqn.source_info.name_stack
     new: JaxprEqn = eqn.replace(source_info=other.source_info.replace(name_stack=scopes))
     return new
 
 
 def with_some_line(eqn: JaxprEqn, caller: JaxprEqn) -> JaxprEqn:
-    """The equation, with the source line of `caller` if it lacks a line of the user's code.
-
-    Functions that jax traces once and caches, as in `jax.numpy`, lack it.
+    """With the source line of `caller` if `eqn` has no line of the user, as in functions that jax traces once and
+    caches.
     """
     if _has_user_line(eqn.source_info.traceback):
         return eqn
@@ -205,7 +202,7 @@ def _has_user_line(traceback: Any) -> bool:
 def jaxpr_text(
     constants: Sequence[Any], inputs: Sequence[Any], eqns: Sequence[JaxprEqn], results: Sequence[Any]
 ) -> str:
-    """A program as jax prints it, with the source line of each equation."""
+    """A program as jax prints it, with source lines."""
     info = DebugInfo("step", "step", None, None)
     text: str = Jaxpr(constants, inputs, results, eqns, debug_info=info).pretty_print(source_info=True)
     return "\n".join(map(str.rstrip, text.splitlines()))
@@ -215,7 +212,7 @@ def jaxpr_text(
 
 
 def current_settings() -> Hashable:
-    """The settings of jax in this thread on which a traced function depends, in less than a microsecond.
+    """The settings of this thread on which a traced function depends, in less than a microsecond.
 
     `jax.jit` retraces for all of them except the generator of `jax.random.key`.
     """
@@ -239,7 +236,7 @@ def users_mesh() -> UsersMesh:
 
 @contextmanager
 def under_mesh(mesh: UsersMesh) -> Iterator[None]:
-    """A context with this mesh, also inside a trace. jax raises an error if a program has arrays on another mesh."""
+    """Also inside a trace. jax raises an error if a program has arrays on another mesh."""
     if users_mesh() == mesh:  # jax would retrace after setting an equal mesh
         yield
         return
@@ -255,13 +252,13 @@ def under_mesh(mesh: UsersMesh) -> Iterator[None]:
 
 
 def mesh_of_context(mesh: UsersMesh) -> Any:
-    """The mesh for bare PartitionSpecs in a call under `mesh`; None without one."""
+    """The mesh for bare PartitionSpecs in a call under `mesh`, if any."""
     known = (mesh.devices, mesh.abstract, private_mesh.thread_resources.env.physical_mesh)
     return next((one for one in known if not one.empty), None)
 
 
 def options_of_jit(fun: Any) -> Any:
-    """The options of a `jax.jit` function, by jax's names, with its shardings as leaves and a pytree; else None."""
+    """Of a `jax.jit` function, by jax's names, with shardings as leaves and a pytree; else None."""
     return getattr(fun, "_jit_info", None) if type(fun).__name__ == "PjitFunction" else None
 
 
@@ -271,12 +268,12 @@ def is_pmap(region: JaxprEqn) -> bool:
 
 
 def mesh_of(eqn: JaxprEqn) -> Any:
-    """The abstract mesh under which the equation was traced; it may be empty."""
+    """The abstract mesh of the equation's trace; may be empty."""
     return eqn.ctx.cur_abstract_mesh
 
 
 def with_no_mesh(eqn: JaxprEqn) -> JaxprEqn:
-    """The equation as traced without a mesh, with the same variables."""
+    """As if traced without a mesh, with the same variables."""
     with eqn.ctx.manager, under_mesh(NO_MESH):
         new: JaxprEqn = eqn.replace(ctx=JaxprEqnContext())
     return new
@@ -286,12 +283,11 @@ def with_no_mesh(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def is_ref(aval: Any) -> bool:
-    """Whether this is the type of a Ref."""
     return type(aval).__name__ == "AbstractRef"
 
 
 def without_refs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any], list[int]]:
-    """A program on the values of Refs: the program, captured Refs, and numbers of the arguments of Refs.
+    """A program on the values of Refs, captured Refs, and numbers of the arguments of Refs.
 
     Values of captured Refs are the last arguments. New values of all these Refs, in order, are the last results.
     """
@@ -300,7 +296,7 @@ def without_refs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any], list[int]
 
 
 def value_of_ref(ref: Any) -> Any:
-    """The array in a Ref, or the array elsewhere that `set_ref` put there; any other object unchanged."""
+    """The array in a Ref, also one elsewhere; any other object unchanged."""
     if type(ref) is not Ref:
         return ref
     held = ref._refs
@@ -308,12 +304,12 @@ def value_of_ref(ref: Any) -> Any:
 
 
 def set_ref(ref: Any, array: Any) -> None:
-    """Put an array into a Ref. The Ref fetches an array elsewhere when the user reads it."""
+    """The Ref fetches an array elsewhere when the user reads it."""
     ref._refs = (_Elsewhere if hasattr(array, "fetch_once") else ArrayRefImpl)(ref._aval, array)
 
 
 class _Elsewhere(ArrayRefImpl):
-    """The contents of a Ref whose array is elsewhere, until the user reads or changes it."""
+    """A Ref's array elsewhere, until the user reads or changes it."""
 
     def __init__(self, aval: Any, array: Any) -> None:
         self._aval, self._array, self._here = aval, array, None
@@ -328,7 +324,7 @@ class _Elsewhere(ArrayRefImpl):
         return self._here
 
     def value(self) -> Any:
-        """The array elsewhere, unless the user has changed the value here."""
+        """Unless the user has changed the value here."""
         if self._here is None or self._is_unchanged():
             return self._array
         return self._here
@@ -348,7 +344,7 @@ def settings_of(eqn: JaxprEqn) -> Hashable:
 
 
 def unusual_settings(eqn: JaxprEqn) -> str:
-    """The settings of the equation's trace that change results and differ from jax's defaults, as stable text."""
+    """Settings of the trace that change results and differ from jax's defaults, as stable text."""
     found = {
         "compute_type": eqn.ctx.compute_type,
         "threefry_partitionable": None if eqn.ctx.threefry_partitionable else False,
@@ -362,13 +358,12 @@ def under_settings_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 
 
 def compute_place(eqn: JaxprEqn) -> str | None:
-    """The place that `compute_on` set, if any."""
     place: str | None = getattr(eqn.ctx, "compute_type", None)
     return place
 
 
 def rebind(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> Any:
-    """Bind the primitive on other arguments. New equations keep the source line of the old one."""
+    """Bind on other arguments, with the same source line."""
     bind_params = eqn.primitive.get_bind_params(dict(params))
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
         return eqn.primitive.bind(*args, **bind_params)
@@ -382,14 +377,13 @@ def at_line_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 
 @contextmanager
 def in_context_of(eqn: JaxprEqn) -> Iterator[None]:
-    """New equations have the settings, the source line and, inside the present scopes, the name scopes of `eqn`."""
+    """New equations have the settings, the source line and, inside present scopes, the name scopes of `eqn`."""
     scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes), eqn.ctx.manager:
         yield
 
 
 def with_constants_as_arguments(jaxpr: Jaxpr) -> Jaxpr:
-    """A program without constants, whose first arguments are the constants."""
     new: Jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     return new
 
@@ -397,9 +391,9 @@ def with_constants_as_arguments(jaxpr: Jaxpr) -> Jaxpr:
 def batched_program(
     program: ClosedJaxpr, axis: str, sizes: Mapping[str, int], is_mapped: Sequence[bool]
 ) -> tuple[ClosedJaxpr, list[bool]]:
-    """The program under `jax.vmap(axis_name=axis)`. Mapped arguments and results have the axis as dimension 0.
+    """The program under `jax.vmap(axis_name=axis)`, and whether each result is mapped: has the axis as dimension 0.
 
-    sizes: of the axes over which the program has collectives. Returns the program, and whether each result is mapped.
+    sizes: of the axes over which the program has collectives.
     """
     data = private_batching.AxisData(axis, sizes[axis], None, None)
     in_dims = tuple(0 if mapped else None for mapped in is_mapped)
@@ -434,12 +428,12 @@ def define_jvp(primitive: Primitive, rule: Rule) -> None:
 
 
 def define_linear(primitive: Primitive, transpose: Rule) -> None:
-    """Define the derivatives of a linear primitive. transpose(cotangent, *operands, **params) -> cotangents."""
+    """transpose(cotangent, *operands, **params) -> cotangents."""
     ad.deflinear2(primitive, transpose)
 
 
 def define_bilinear(primitive: Primitive, transposes: tuple[Rule, Rule]) -> None:
-    """Define the derivatives of a primitive with one result that is linear in each of its first two operands.
+    """For a primitive with one result that is linear in each of its first two operands.
 
     transposes: (cotangent, *operands, **params) -> cotangent of the first operand, and of the second.
     """
@@ -485,11 +479,11 @@ def define_lowering(primitive: Primitive, rule: Rule) -> None:
 
 
 def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str | None = None) -> None:
-    """Lower a primitive with several results as `fun(*operands, **params)`; on one platform, or on all."""
+    """Lower a primitive with several results as `fun(*operands, **params)`."""
     lower = mlir.lower_fun(fun, multiple_results=True)
 
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
-        # Without the mesh axes over which values vary: constants of `fun` would not match.
+        # Constants of `fun` would not match avals that vary over mesh axes.
         avals = [[new_aval(x.shape, x.dtype) for x in some] for some in (context.avals_in, context.avals_out)]
         return lower(context.replace(avals_in=avals[0], avals_out=avals[1]), *operands, **params)
 
@@ -497,10 +491,7 @@ def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str
 
 
 def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | None:
-    """The function `fun(*operands, **params) -> results` that jax compiles for a primitive.
-
-    None if there is no such function, or if platforms differ.
-    """
+    """The function `fun(*operands, **params) -> results` that jax compiles for a primitive on all platforms, if any."""
     entry = getattr(private_mlir, "_lowerings", {}).get(primitive)
     own = getattr(private_mlir, "_platform_specific_lowerings", {})
     lower = getattr(entry, "rule", None)
@@ -517,14 +508,14 @@ def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | No
 
 
 def exported_text(code: bytes) -> str:
-    """StableHLO of a function from `jax.export`, without name scopes and source lines."""
+    """StableHLO from `jax.export`, without name scopes and source lines."""
     with private_mlir.make_ir_context():
         module = jax.export.deserialize(bytearray(code)).mlir_module(serialized=False)
         return private_mlir.module_to_string(module, enable_debug_info=False)
 
 
 def set_memory_kinds(lowered: Any, *in_host: Sequence[bool]) -> None:
-    """Mark the arguments, and the results, of a lowered function that are in host memory."""
+    """Mark arguments and results of a lowered function that are in host memory."""
     module = lowered.compiler_ir()
     main = next(op for op in module.body.operations if str(getattr(op, "name", "")).strip('"') == "main")
     with module.context:
@@ -540,13 +531,13 @@ def set_memory_kinds(lowered: Any, *in_host: Sequence[bool]) -> None:
 
 
 def compiled_primitives() -> set[str]:
-    """The names of all primitives that jax can compile on some platform."""
+    """Names of all primitives that jax compiles on some platform."""
     own = getattr(private_mlir, "_platform_specific_lowerings", {})
     return {str(one.name) for table in (getattr(private_mlir, "_lowerings", {}), *own.values()) for one in table}
 
 
 def new_aval(shape: Sequence[int], dtype: Any, operands: Sequence[Any] = ()) -> Any:
-    """The type of an array. In a `shard_map`, the array varies over all mesh axes over which an operand varies."""
+    """In a `shard_map`, the array varies over all mesh axes over which an operand varies."""
     varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
     if not varying:
         return jax.core.ShapedArray(tuple(shape), dtype)
@@ -564,8 +555,8 @@ class KernelArray:
     """An operand or result of a kernel.
 
     Attributes:
-        blocks: the length of a block in each dimension; None where blocks are not multiples of a length.
-        index_map: a closed jaxpr, from positions in the grid (and the index operands) to block indices.
+        blocks: block length in each dimension; None where blocks are not multiples of a length.
+        index_map: closed jaxpr, from grid positions (and index operands) to block indices.
     """
 
     shape: tuple[int, ...]
@@ -583,9 +574,9 @@ class KernelGrid:
         arrays: operands after the first `n_index`, then results.
         n_index: number of leading operands that index maps read.
         n_scratch: number of scratch arrays, the last operands of the body.
-        aliases: pairs (operand, result) that share memory; operands are numbered from the first of all.
+        aliases: pairs (operand, result) that share memory.
         flops: the user's estimate, or 0.
-        is_plain: whether these fields describe the whole grid.
+        is_plain: whether these fields are complete.
     """
 
     sizes: tuple[int, ...]
@@ -621,7 +612,6 @@ def kernel_grid(params: Mapping[str, Any]) -> KernelGrid:
 
 
 def _block_length(block: Any) -> int | None:
-    """The length of a block in a dimension; None where blocks have no fixed length."""
     if isinstance(block, int):
         return block
     match type(block).__name__:
@@ -634,7 +624,7 @@ def _block_length(block: Any) -> int | None:
 
 
 def written_operands(body: Any) -> set[int]:
-    """The numbers of the operands that a kernel's body writes; 0 for an unknown operand."""
+    """Numbers of operands that a kernel's body writes; 0 for an unknown one."""
     numbers = {var: i for i, var in enumerate(body.invars)}
     found = set()
     for effect in body.effects:
@@ -647,7 +637,7 @@ def written_operands(body: Any) -> set[int]:
 def local_kernel_params(
     params: Mapping[str, Any], sizes: tuple[int, ...], shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
-    """The parameters of a `pallas_call` on a grid of these sizes, for arrays of these shapes."""
+    """Parameters of a `pallas_call` on a grid of these sizes, for arrays of these shapes."""
     mapping = params["grid_mapping"]
     arrays = tuple(
         own.replace(array_aval=own.array_aval.update(shape=shape))
@@ -673,7 +663,7 @@ def local_kernel_params(
 
 
 def cudnn_version() -> int | None:
-    """90701 for cuDNN 9.7.1, for example; None without cuDNN, or if its interface in jax is unknown."""
+    """90701 for cuDNN 9.7.1; None without cuDNN, or with an unknown interface in jax."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
         from jax._src.lib import cuda_versions
@@ -687,7 +677,7 @@ def cudnn_version() -> int | None:
         return None
 
 
-#: Parameters in all versions of jax, and parameters in some versions with their value for "unused".
+#: Parameters in all versions of jax; in some versions, with their value for "unused".
 _CUDNN_PARAMETERS = frozenset(
     (
         *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
@@ -699,7 +689,7 @@ _CUDNN_UNUSED: Mapping[str, Any] = MappingProxyType({"score_mod": None, "score_m
 
 
 def unused_parameters(compute: Callable[..., Any]) -> dict[str, Any] | None:
-    """The parameters of cuDNN's attention that minialpa does not use, with their values; None if some are unknown."""
+    """Parameters that minialpa does not use, with their values; None if some are unknown."""
     names = inspect.signature(compute).parameters.keys() - _CUDNN_PARAMETERS
     return {name: _CUDNN_UNUSED[name] for name in names} if names <= _CUDNN_UNUSED.keys() else None
 
@@ -713,7 +703,7 @@ class CudnnAttention:
     window: int | None
 
     def params(self, compute: Callable[..., Any]) -> dict[str, Any]:
-        """The parameters of `compute`, jax's private function of this attention or of its gradient."""
+        """For `compute`, jax's private function of this attention or its gradient."""
         from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
 
         return {
@@ -741,7 +731,7 @@ def cudnn_attention(query: Any, key: Any, value: Any, attention: CudnnAttention)
 def cudnn_attention_gradient(
     operands: Sequence[Any], out: Any, logsumexp: Any, out_bar: Any, attention: CudnnAttention
 ) -> Sequence[Any]:
-    """The cotangents of `operands`: query, key and value. Shapes: see `cudnn_attention`."""
+    """The cotangents of query, key and value. Shapes: see `cudnn_attention`."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     compute: Any = cudnn._dot_product_attention_bwd_impl
@@ -758,7 +748,6 @@ def memory_of(array: jax.Array) -> tuple[int, int]:
 
 
 def addresses_of(array: jax.Array) -> set[int]:
-    """Addresses of the shards in this process."""
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
@@ -766,9 +755,9 @@ def addresses_of(array: jax.Array) -> set[int]:
 
 
 def class_of_remote_keys(of_arrays: type) -> type:
-    """A subclass of `of_arrays`, a class of remote arrays, whose objects functions of jax accept as typed keys.
+    """A subclass of `of_arrays`, remote arrays, that functions of jax accept as typed keys and read by `_fetch`.
 
-    They fetch a key by `_fetch` when they read it. Returns `of_arrays` if jax has other classes of keys.
+    Returns `of_arrays` if jax has other classes of keys.
     """
     try:
         from jax._src.core import pytype_aval_mappings
@@ -780,7 +769,6 @@ def class_of_remote_keys(of_arrays: type) -> type:
         bases: Any = (of_arrays, keys_of_jax)
 
         class RemoteKeys(*bases):  # type: ignore[misc]
-            # Keys of jax have properties.
             shape: Any = ()
             dtype: Any = None
             _consumed = False
@@ -824,7 +812,7 @@ def class_of_remote_keys(of_arrays: type) -> type:
 def bind_gloo(ip: str) -> None:
     """Make the CPU backend use gloo on `ip`, after `jax.distributed.initialize` and before the backend starts.
 
-    By default gloo binds the address of the host name: the loopback or another network on many machines.
+    By default gloo binds the address of the host name, on many machines the loopback or another network.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:

@@ -1,4 +1,4 @@
-"""The progress of long work: one live line on a terminal, and one line in the log for each finished phase.
+"""Progress of long work: one live line on a terminal, and one line in the log for each finished phase.
 
     with phase("compiling") as report:
         report("programs", 5, 12)           ->  compiling: 5 of 12 programs  0:03, about 0:04 left
@@ -24,9 +24,9 @@ _log = logging.getLogger("minialpa")
 Report = Callable[[str, int, int], None]
 """`report(what, done, total)`: so many items are done. A total of 0 is unknown; `done` of 0, too, names an activity."""
 
-#: The environment variable that turns the line off, if it is 0.
+#: 0 turns the line off.
 _VARIABLE = "MINIALPA_PROGRESS"
-#: Seconds between two drawings of the line.
+#: Seconds between drawings.
 _REDRAW_S = 0.1
 #: Seconds of work before the time left is estimated.
 _LEAST_S = 2.0
@@ -37,7 +37,7 @@ class _Switch:
 
 
 def disable_progress() -> None:
-    """Show no progress in this process from here on."""
+    """In this process, from here on."""
     _Switch.disabled = True
 
 
@@ -49,9 +49,7 @@ def phase(
     look: Callable[[], tuple[str, int, int] | None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Report]:
-    """A context of long work, which yields its `Report`.
-
-    ticks: whether to show the elapsed time. Without ticks, the line is drawn once, so that a debugger can be used.
+    """ticks: whether to show the elapsed time. Without ticks, the line is drawn once, so that a debugger can be used.
     look: returns the arguments of a report, or None; the display calls it before it draws.
     """
     made = RunningPhase(name, ticks, look, clock)
@@ -69,11 +67,11 @@ def phase(
 
 @dataclass(slots=True)
 class _Count:
-    """The items of one kind in a phase. Neither number falls: work that repeats continues its count.
+    """Items of one kind in a phase. Neither number falls: repeated work continues its count.
 
     Attributes:
         earlier: items of earlier repetitions.
-        seconds: during which these items were the last reported ones.
+        seconds: during which these items were reported last.
     """
 
     begun_s: float
@@ -93,7 +91,7 @@ class _Count:
             self.has_grown, self.total = self.total > 0, self.earlier + total
 
     def left_s(self, now_s: float) -> float | None:
-        """The seconds left if all items take equally long; None at the begin, and if the total has grown."""
+        """If all items take equally long; None at the begin, and if the total has grown."""
         spent_s = now_s - self.begun_s
         if not 0 < self.done < self.total or spent_s < _LEAST_S or self.has_grown:
             return None
@@ -101,7 +99,7 @@ class _Count:
 
 
 class RunningPhase:
-    """A phase and its counts. `line` is its line on a terminal, `summary` its line in the log."""
+    """`line` is for a terminal, `summary` for the log."""
 
     def __init__(
         self,
@@ -123,7 +121,7 @@ class RunningPhase:
         self._latest = what
 
     def _look_once(self) -> None:
-        """Report what `look` sees. It never repeats work: a lower number is out of date."""
+        """A lower number is out of date: `look` never repeats work."""
         seen = None if self._look is None else self._look()
         if seen is not None:
             what, done, total = seen
@@ -131,7 +129,7 @@ class RunningPhase:
             self.report(what, max(done, last), total)
 
     def _note_time(self) -> float:
-        """Add the time since the last report to its count; returns the present time."""
+        """Returns the present time."""
         now_s = self._clock()
         if self._latest:
             self._counts[self._latest].seconds += now_s - self._last_s
@@ -174,7 +172,7 @@ def _time_text(seconds: float) -> str:
 
 
 class _Display:
-    """The line of the last phase that was opened and is not closed, in any thread of this process."""
+    """The line of the innermost open phase in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -207,7 +205,7 @@ class _Display:
                     self._draw()
 
     def _draw(self) -> None:
-        """Draw the line if it has changed. The cursor stays at its begin, so other output overwrites the line."""
+        """The cursor stays at its begin, so other output overwrites the line."""
         if self._terminal is None:
             return
         line = self._phases[-1].line() if self._phases else ""
@@ -221,7 +219,7 @@ class _Display:
 
 
 def _terminal() -> TextIO | None:
-    """Standard error if it is a terminal that shows progress. A program without a console has no streams."""
+    """A program without a console has no streams."""
     stream = sys.stderr
     if _Switch.disabled or os.environ.get(_VARIABLE) == "0" or os.environ.get("TERM") == "dumb":
         return None

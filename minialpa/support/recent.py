@@ -1,4 +1,4 @@
-"""`Recent`: a cache of the last used values, bounded in bytes."""
+"""A cache of the last used values, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """Values by key. The last used values stay: as many as `max_bytes` hold, and at least one.
-
-    A dropped value is remade at its next use, so the bound changes no result.
-    """
+    """Values by key. The last used values stay: as many as `max_bytes` hold, and at least one."""
 
     def __init__(self, max_bytes: float, size: Callable[[T], float]) -> None:
-        """size: bytes of a value, computed at each use of another value, since values may grow in use."""
+        """size: bytes of a value, computed after each use, since values may grow."""
         self.max_bytes, self._size = max_bytes, size
         self._values: dict[Hashable, tuple[T, float]] = {}  # with their bytes, the last used value last
         self.n_bytes = 0.0
 
     def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `key`, made if missing."""
         found = self._values.get(key)
         if found is not None and next(reversed(self._values)) == key:
             return found[0]

@@ -1,7 +1,4 @@
-"""`users_cache` maps the name of a cache to a private folder of the user.
-
-The environment names the folder. No plan and no result depends on it.
-"""
+"""Private folders of the user for caches, by the environment. No plan and no result depends on them."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 
 
 def users_cache(name: str) -> Path | None:
-    """The folder of one cache, made if necessary; None if no folder exists that only this user can change."""
+    """Made if necessary; None if no folder exists that only this user can change."""
     for root in _roots():
         with suppress(OSError):
             if _is_private(made(root)) and _is_private(made(root / name)):
@@ -23,13 +20,11 @@ def users_cache(name: str) -> Path | None:
 
 
 def made(folder: Path) -> Path:
-    """The folder, made if necessary. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
 def _roots() -> Iterator[Path]:
-    """The preferred folder first."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):  # the XDG specification ignores relative paths
         yield Path(named) / "minialpa"
@@ -41,6 +36,6 @@ def _roots() -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only this user can write files here: code in them is run, and plans are used."""
+    """Only this user may write here: code in these files is run, and plans are used."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022

@@ -1,7 +1,6 @@
 """Arrays of a session to files and back: the driver decides which worker writes or reads each shard.
 
-A stored array is one array of a session, or several that are its blocks of rows. No two workers write one chunk. The
-values never pass through this process.
+A stored array is one array of a session, or several that are its blocks of rows. No two workers write one chunk.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from minialpa.sharding import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayToWrite:
-    """Arrays of a session that make up a stored array.
+    """Arrays that make up a stored array.
 
     Attributes:
         blocks: each array, and its first row (dimension 0) in the stored array.
@@ -42,10 +41,10 @@ class ArrayToWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedArray:
-    """An array that workers of the session read.
+    """An array that workers read.
 
     Attributes:
-        layouts: the mesh and the sharding of each copy.
+        layouts: mesh and sharding of each copy.
         first_row: its first row in the stored array.
     """
 
@@ -59,7 +58,7 @@ class RequestedArray:
 
 
 def start_writing(runtime: ClusterRuntime, arrays: Sequence[ArrayToWrite]) -> Future[None]:
-    """Copy arrays to the memory of their workers' hosts, and have the workers write the copies to files.
+    """Copy arrays to the memory of their workers' hosts, and have the workers write the copies.
 
     Returns once the copies exist: a step may then take over the arrays. The future ends when all files are written. It
     raises CheckpointError if a worker could not write.
@@ -78,7 +77,7 @@ def start_writing(runtime: ClusterRuntime, arrays: Sequence[ArrayToWrite]) -> Fu
         calls = {w.actor.call_aside("write_copies", save): w for w in parts}
         runtime.note_waiting(calls)
 
-    # The thread only waits: the workers write even if the caller never asks for the result.
+    # The workers write even if the caller never asks for the result.
     waiting = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = waiting.submit(_await_files, runtime, calls, "write a checkpoint; older ones stay as they were")
     waiting.shutdown(wait=False)
@@ -86,7 +85,7 @@ def start_writing(runtime: ClusterRuntime, arrays: Sequence[ArrayToWrite]) -> Fu
 
 
 def _parts(arrays: Sequence[ArrayToWrite]) -> Mapping[WorkerHandle, list[PartToWrite]]:
-    """The shards that each worker writes. Of several holders, the one with the fewest bytes so far writes a shard."""
+    """Of several holders, the one with the fewest bytes so far writes a shard."""
     parts: dict[WorkerHandle, list[PartToWrite]] = defaultdict(list)
     n_bytes: dict[WorkerHandle, int] = defaultdict(int)
     for array in arrays:
@@ -105,7 +104,7 @@ def _parts(arrays: Sequence[ArrayToWrite]) -> Mapping[WorkerHandle, list[PartToW
 
 
 def _holders(array: DistributedArray) -> dict[Box, list[WorkerHandle]]:
-    """The shards of an array in the layout of its first live copy, and the workers that have each shard."""
+    """In the layout of the first live copy."""
     array.check_usable()
     shape = array.type.data_shape
     holders: dict[Box, list[WorkerHandle]] = {}
@@ -143,10 +142,7 @@ def _chunk_shape(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...
 
 
 def read_arrays(runtime: ClusterRuntime, requested: Sequence[RequestedArray]) -> list[DistributedArray]:
-    """Have workers read arrays, each the shards of its devices. Starts meshes that do not run.
-
-    Raises CheckpointError if a worker cannot read its shards.
-    """
+    """Starts missing meshes. Raises CheckpointError if a worker cannot read its shards."""
     made: list[DistributedArray] = []
     calls: dict[Reply, WorkerHandle] = {}
     with runtime.in_use():
@@ -176,7 +172,6 @@ def read_arrays(runtime: ClusterRuntime, requested: Sequence[RequestedArray]) ->
                     calls[worker.actor.call("read_files", mine)] = worker
             runtime.note_waiting(calls)
 
-        # Other threads may have their turn while this one waits.
         _await_files(runtime, calls, "read the checkpoint")
     return made
 

@@ -1,4 +1,4 @@
-"""The cluster's `Runner`: runs steps on argument leaves; the results stay on the workers of a session."""
+"""The cluster's `Runner`: results stay on the workers of a session."""
 
 from __future__ import annotations
 
@@ -37,17 +37,15 @@ Part = tuple[int, MicroRows]
 
 
 class ClusterExecutable:
-    """A `Runner` on the workers of a session.
-
-    The constructor starts the meshes and compiles the functions. A call repeats this if another program with meshes of
-    other shapes has ended the meshes.
+    """The constructor starts the meshes and compiles. A call repeats this if a program with other meshes has ended the
+    meshes.
     """
 
     #: The workers have the devices.
     meshes: Sequence[Mesh] = ()
 
     def __init__(self, runtime: ClusterRuntime, program: Program, types: Mapping[int, ArrayType] | None = None) -> None:
-        """types: of buffers that no function of the program reads or writes."""
+        """types: of buffers that no function reads or writes."""
         self.session = runtime
         self._program = ClusterProgram(runtime, program, types or {})
         self._mesh_of_function = [function.mesh for function in program.functions]
@@ -88,9 +86,7 @@ class ClusterExecutable:
         return from_start(tasks)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves, laid out as the step reads them (`Runner.place`). Workers keep the arrays, and read
-        `UnreadArray`s themselves.
-        """
+        """Workers keep the arrays, and read `UnreadArray`s themselves."""
         with self.session.in_use():
             with self.session.turn():
                 self.session.check()
@@ -105,9 +101,7 @@ class ClusterExecutable:
             return placed
 
     def _place(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Reply, WorkerHandle]]:
-        """The leaves as `place` returns them, and the calls that bring them to workers. Call it in a turn, on loaded
-        meshes.
-        """
+        """The placed leaves, and the calls that bring them to workers. Call it in a turn, on loaded meshes."""
         programs, meshes = self._program.programs, self._program.meshes
         missing = [
             leaf
@@ -158,9 +152,7 @@ class ClusterExecutable:
         return distributed_array(self.session, number, mesh_program.types[slot.buffer], copies)
 
     def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
-        """The number of each mesh that holds an array, and the sharding there. Includes ended meshes, which the next
-        call restarts.
-        """
+        """Includes ended meshes, which the next call restarts."""
         if not isinstance(leaf, DistributedArray):
             return ()
         number_of = {program.shape: program.mesh for program in self._program.programs}
@@ -173,7 +165,7 @@ class ClusterExecutable:
                 array.check_usable()
 
     def _bring_arguments(self, leaves: Sequence[Any]) -> None:
-        """Have workers send each other arguments that the step reads on another mesh or in another sharding."""
+        """Workers send each other arguments that the step reads elsewhere."""
         requested: dict[tuple[int, Any, Any], CopyRequest] = {}
         for mesh_program in self._program.programs:
             for slot in mesh_program.inputs:
@@ -186,7 +178,7 @@ class ClusterExecutable:
                         array, copy, mesh_program.shape, slot.spec
                     )
 
-        # If one mesh of workers has two shapes here, the arrays come through this process instead.
+        # If one mesh has two shapes here, the arrays come through this process.
         moves = list(requested.values())
         shapes = {move.copy.shape for move in moves} | {move.shape for move in moves}
         if moves and len({shape.first_device for shape in shapes}) == len(shapes):
@@ -223,10 +215,7 @@ class ClusterExecutable:
         return self._per_function("function_seconds", repeats)
 
     def _per_function(self, method: str, *args: Any) -> list[Any]:
-        """For each function, the answer of the first worker of its mesh.
-
-        Meshes answer one after the other, and all workers of a mesh at once.
-        """
+        """The answer of the first worker. Meshes answer one after the other, workers of a mesh at once."""
         with self.session.turn():
             self._program.load()
             number, meshes = self._program.number, self._program.meshes
@@ -238,7 +227,6 @@ class ClusterExecutable:
 
 
 def _calls_by_mesh(program: Program) -> list[list[int]]:
-    """For each mesh, the instructions that call its functions, in order."""
     calls: list[list[int]] = [[] for _ in program.meshes]
     for i, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run | Accumulate):
@@ -247,7 +235,6 @@ def _calls_by_mesh(program: Program) -> list[list[int]]:
 
 
 def _readers(programs: Sequence[MeshProgram]) -> dict[int, dict[MicroRows, list[tuple[MeshProgram, InputSlot]]]]:
-    """For each argument leaf and range of its rows, the inputs that read it, with their meshes."""
     readers: dict[int, dict[MicroRows, list[tuple[MeshProgram, InputSlot]]]] = {}
     for mesh_program in programs:
         for slot in mesh_program.inputs:
@@ -264,7 +251,7 @@ def _is_placed(leaves: Sequence[Any], mesh_program: MeshProgram, slot: InputSlot
 
 
 class FunctionsSent:
-    """The functions that workers use to read samples: each worker gets a function once."""
+    """Each worker gets a function once."""
 
     def __init__(self, runtime: ClusterRuntime) -> None:
         self._runtime = runtime
@@ -281,7 +268,7 @@ class FunctionsSent:
         return worker.number in self._sent[function][1]
 
     def note(self, leaves: Sequence[Any], workers: Collection[WorkerHandle]) -> None:
-        """These workers have answered the calls that `read_calls` made for these leaves."""
+        """These workers have answered the calls of `read_calls`."""
         for leaf in leaves:
             if isinstance(leaf, UnreadArray):
                 self._sent[leaf.batch.function][1].update(worker.number for worker in workers)
@@ -293,7 +280,7 @@ def read_calls(
     leaves: Sequence[Any],
     numbers: Mapping[Part, int],
 ) -> dict[Reply, WorkerHandle]:
-    """Have workers read the leaves of an unread batch, in a thread beside running steps.
+    """Workers read an unread batch, in a thread beside running steps.
 
     Call it in a turn, on loaded meshes. `numbers` has the number of each input, by leaf and rows.
     """
@@ -324,9 +311,7 @@ def read_order(
 ) -> ReadOrder:
     """The order for one worker: the rows of its devices, in the micro-batches that its mesh reads.
 
-    Args:
-        shards: of the worker, for each input.
-        leaf_of: for each argument leaf to read, its number in the batch.
+    leaf_of: for each argument leaf to read, its number in the batch.
     """
     inputs = [
         InputRead(
@@ -343,7 +328,6 @@ def read_order(
 
 
 def _box_in_leaf(box: Any, rows: MicroRows) -> Any:
-    """A box in the rows of a micro-batch, as a box of the leaf."""
     if rows is None:
         return box
     first, _, dim = rows

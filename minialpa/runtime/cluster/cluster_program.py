@@ -26,15 +26,15 @@ from minialpa.sharding import Spec
 from minialpa.support.identity import ById
 from minialpa.support.progress import phase
 
-#: Least size of a shard for several workers that is sent to each host once.
+#: Least bytes of shards for several workers that go to each host once.
 _SHARE_BYTES = 1 << 20
-#: How many programs that move arrays are kept. Each has connections of its own.
+#: Kept programs that move arrays. Each has its own connections.
 _MOVERS_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerShards:
-    """The distinct shards of an input on one worker. `shard_of_device` is as in `Given`."""
+    """The shards of an input on one worker. `shard_of_device` is as in `Given`."""
 
     boxes: tuple[Box, ...]
     shard_of_device: tuple[int, ...]
@@ -47,7 +47,7 @@ class ClusterProgram:
         number: by which workers know the program.
         places: the workers of all meshes, in order.
         meshes: the running workers of each mesh; empty until `load`.
-        shards: for each mesh, input and worker, the shards of an argument from this process.
+        shards: of arguments from this process, for each mesh, input and worker.
     """
 
     def __init__(self, runtime: ClusterRuntime, program: Program, types: Mapping[int, ArrayType]) -> None:
@@ -66,9 +66,9 @@ class ClusterProgram:
         weakref.finalize(self, runtime.dropped.append, self.number)  # also if loading fails
 
     def load(self) -> None:
-        """Start the meshes that do not run, and compile the program on workers that lack it.
+        """Start missing meshes, and compile on workers that lack the program.
 
-        Call it in the turn (`Turns.turn`, of one thread at a time) that uses the meshes: another turn may end them.
+        Call it in the turn (`Turns.turn`) that uses the meshes: another turn may end them.
         """
         if self.meshes and all(mesh.alive for mesh in self.meshes):
             return
@@ -81,11 +81,10 @@ class ClusterProgram:
             for worker in mesh.workers
         ]  # fmt: skip
 
-        # Every worker connects to all others, so all must listen before the first one loads.
+        # All workers must listen before the first one loads.
         addresses = self.runtime.gather(
             {w.actor.call("open_transport", self.number, i): w for i, (w, _) in enumerate(workers)}
         )
-        # (worker, its GPU, receiving worker, its GPU)
         device_links: tuple[tuple[int, int, int, int], ...] = ()
         if launcher.platform == "cuda" and all(self.runtime.ask([w for w, _ in workers], "has_nccl")):
             device_links = links(self.programs, self.places)
@@ -100,7 +99,7 @@ class ClusterProgram:
 
     @contextmanager
     def _compiling(self, meshes: Sequence[MeshWorkers]) -> Iterator[None]:
-        """A phase in which workers compile. All workers of a mesh compile the same functions."""
+        """All workers of a mesh compile the same functions."""
         n_functions = sum(len(program.functions) for program in self.programs)
         if n_functions == 0:  # the program only moves arrays
             yield
@@ -116,9 +115,9 @@ class ClusterProgram:
             report("programs", n_functions, n_functions)
 
     def start(self, leaves: Sequence[Any], numbers: Sequence[int], traced: bool = False) -> None:
-        """Start a step, in the turn of this thread. The workers keep its results under `numbers`."""
+        """Start a step, in the turn of this thread. Workers keep the results under `numbers`."""
         step = self.runtime.new_step()
-        # Before the first call: a fetch waits for all started steps, and must not wait for half of this one.
+        # Before the first call: a fetch must not wait for half of this step.
         arguments = iter(share(self.runtime.launcher, self._arguments(leaves)))
         donated_arrays = self._donated_arrays(leaves)
 
@@ -144,7 +143,6 @@ class ClusterProgram:
             raise
 
     def _arguments(self, leaves: Sequence[Any]) -> list[list[Argument]]:
-        """The arguments of each worker, in the order of meshes and of their workers."""
         values = HostValues(leaves)
         return [
             [
@@ -163,7 +161,6 @@ class ClusterProgram:
         leaves: Sequence[Any],
         values: HostValues,
     ) -> Argument:
-        """One input of one worker: the number of an array that its mesh has, or shards of the leaf."""
         array = array_of(leaves, slot)
         if array is not None and array.is_on(mesh_program.shape, slot.spec):
             return array.number
@@ -174,7 +171,7 @@ class ClusterProgram:
         return list({array.number: array for array in arrays}.values())
 
     def _use_up(self, array: DistributedArray) -> None:
-        """Mark a donated array as deleted, and free its copies outside the step."""
+        """Frees copies outside the step, too."""
         for copy in array.copies:
             if copy.mesh.alive and all(copy.mesh is not mesh for mesh in self.meshes):
                 copy.mesh.freed.append(array.number)
@@ -186,7 +183,7 @@ class ClusterProgram:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRequest:
-    """An array, one of its copies, and the mesh and sharding of the copy to make."""
+    """An array, one of its copies, and mesh and sharding of the new copy."""
 
     array: DistributedArray
     copy: Copy
@@ -199,7 +196,7 @@ _Route = tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]
 
 
 def move_arrays(runtime: ClusterRuntime, moves: Sequence[CopyRequest]) -> None:
-    """Make a copy of each array by a step of a program without functions. Call it in a turn, on running meshes."""
+    """Make copies by a step of a program without functions. Call it in a turn, on running meshes."""
     key = tuple((move.array.type, move.copy.shape, move.copy.spec, move.shape, move.spec) for move in moves)
     mover = runtime.movers.pop(key, None)
     if mover is None:
@@ -216,7 +213,7 @@ def move_arrays(runtime: ClusterRuntime, moves: Sequence[CopyRequest]) -> None:
 
 
 def _moving_program(moves: Sequence[_Route]) -> Program:
-    """The program that takes arrays from mesh to mesh. Each result is a copy of an argument."""
+    """Each result is a copy of an argument."""
     meshes = tuple(dict.fromkeys(shape for _, source, _, target, _ in moves for shape in (source, target)))
     number = {shape: i for i, shape in enumerate(meshes)}
     n = len(moves)
@@ -239,7 +236,7 @@ def _moving_program(moves: Sequence[_Route]) -> Program:
 
 
 class HostValues:
-    """Leaves as NumPy arrays and their shards, each converted and cut once."""
+    """Converts and cuts each leaf once."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._leaves = leaves
@@ -247,7 +244,6 @@ class HostValues:
         self._shards: dict[tuple[Any, ...], np.ndarray[Any, Any]] = {}
 
     def given(self, slot: InputSlot, program: MeshProgram, shards: WorkerShards) -> Given:
-        """The shards of an input for one worker."""
         kind = program.types[slot.buffer]
         if slot.leaf not in self._leaf_values:
             leaf = self._leaves[slot.leaf]
@@ -256,7 +252,7 @@ class HostValues:
         return Given(tuple(self._shard(slot, box) for box in shards.boxes), shards.shard_of_device)
 
     def _shard(self, slot: InputSlot, box: Box) -> np.ndarray[Any, Any]:
-        """The part `box` of the rows that an input reads, as plain data."""
+        """The part `box` of the rows of an input, plain."""
         key = (slot.leaf, slot.rows, box)
         if key not in self._shards:
             value = self._leaf_values[slot.leaf]
@@ -269,9 +265,9 @@ class HostValues:
 
 
 def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[tuple[Sequence[Argument], list[Any]]]:
-    """The arguments of each worker, and the large shards that it shares with other workers.
+    """The arguments of each worker, and the large shards that it shares with others.
 
-    The launcher copies these to each host once. The arguments refer to them by position.
+    The launcher copies these to each host once. Arguments refer to them by position.
     """
     given = [{ById(s) for x in mine if isinstance(x, Given) for s in x.shards} for mine in arguments]
     sizes = {shard: np.asarray(shard.value).nbytes for shards in given for shard in shards}
@@ -289,7 +285,7 @@ def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[t
 
 
 def _with_references(arguments: Sequence[Argument], shared: Sequence[ById[Any]]) -> Sequence[Argument]:
-    """The arguments, with the position in `shared` in place of each shared shard."""
+    """With positions in `shared` in place of shared shards."""
     if not shared:
         return arguments
     numbers = {shard: i for i, shard in enumerate(shared)}
@@ -300,7 +296,7 @@ def _with_references(arguments: Sequence[Argument], shared: Sequence[ById[Any]])
 
 
 def arrays_on_workers(leaf: Any) -> list[DistributedArray]:
-    """The arrays on workers that hold the data of an argument; empty if the data is in this process."""
+    """Empty if the data is in this process."""
     if isinstance(leaf, DistributedArray):
         return [leaf]
     stored = leaf.stored_as if isinstance(leaf, RemoteArray) else ()
@@ -308,7 +304,7 @@ def arrays_on_workers(leaf: Any) -> list[DistributedArray]:
 
 
 def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
-    """The array on workers that an input reads: a leaf, or one micro-batch of a leaf. None otherwise.
+    """The array on workers that an input reads, if any.
 
     A `MicroBatchedArray` on workers has one array for each micro-batch, with copies on all meshes that read it.
     """
@@ -320,7 +316,7 @@ def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
 
 
 def worker_shards(program: MeshProgram, places: Sequence[Place]) -> list[list[WorkerShards]]:
-    """For each input of a mesh, the shards of each of its workers."""
+    """For each input and worker of a mesh."""
     out = []
     for slot in program.inputs:
         shape = program.types[slot.buffer].data_shape

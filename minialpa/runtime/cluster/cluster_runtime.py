@@ -43,21 +43,21 @@ from minialpa.runtime.workers.failures import (
 )
 from minialpa.support.progress import phase
 
-#: Steps under way when a thread may start another: one runs, one waits at the workers.
+#: Steps under way when another may start: one runs, one waits.
 _STEPS_AHEAD = 2
-#: Seconds that the other workers have to report their failures.
+#: Seconds for other workers to report failures.
 _GRACE_S = 2.0
-#: Seconds without an answer after which a worker's host is probed. Busy workers answer late, too.
+#: Seconds without an answer before a worker's host is probed. Busy workers answer late, too.
 _LATE_S = 2.0
 
 
 class ClusterRuntime:
-    """Meshes, steps and arrays of one session, until `shutdown` or a failure of a worker.
+    """The workers, steps and arrays of one session.
 
     Attributes:
         split: the program of each mesh, given the types of buffers that no function reads or writes.
-        dropped: numbers of programs without references.
-        movers: programs that move arrays, for `move_arrays`; last used at the end.
+        dropped: programs without references.
+        movers: see `move_arrays`; last used at the end.
         turn, in_use, turn_even_if_ended: see `Turns`.
     """
 
@@ -77,7 +77,7 @@ class ClusterRuntime:
         self._meshes: dict[tuple[int, int], MeshWorkers] = {}
         self._numbers, self._step_numbers = itertools.count(), itertools.count()
 
-        # Waiting threads and the thread in its turn share the watch and these lists, under the lock, for moments only.
+        # Protects the watch and these lists. Threads hold it for moments only.
         self._lock = threading.RLock()
         self._steps: deque[dict[Reply, WorkerHandle]] = deque()
         self._noted_calls: deque[dict[Reply, WorkerHandle]] = deque()
@@ -87,7 +87,7 @@ class ClusterRuntime:
         return next(self._numbers)
 
     def new_step(self) -> int:
-        """The number of the next step, from 0. Moves of arrays are steps, too."""
+        """Moves of arrays are steps, too."""
         return next(self._step_numbers)
 
     # ---- meshes ---------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class ClusterRuntime:
     def meshes(self, requested: Iterable[tuple[int, int]]) -> list[MeshWorkers]:
         """Running workers for each (first device, number of devices). Call it in a turn.
 
-        Ends other meshes that share a device with a requested one; their arrays come to this process.
+        Ends other meshes that share a device; their arrays come to this process.
         """
         self.check()
         keys = list(requested)
@@ -132,7 +132,7 @@ class ClusterRuntime:
             self.ask(self.workers, "unload", number)
 
     def _retire(self, key: tuple[int, int], mesh: MeshWorkers) -> None:
-        """End the workers of a mesh that no thread waits for, and keep the values of their arrays here."""
+        """End the workers of a mesh, and keep the values of their arrays here."""
         self.sync()
         with self._lock:
             waiting = list(self._noted_calls)
@@ -151,18 +151,18 @@ class ClusterRuntime:
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def ask(self, workers: Sequence[WorkerHandle], method: str, *args: Any) -> list[Any]:
-        """Call a method of each worker with the same arguments, in one turn; returns the answers."""
+        """The answers of all workers to one call, made in one turn."""
         with self.turn():
             return self.gather({w.actor.call(method, *args): w for w in workers})
 
     def gather(self, calls: dict[Reply, WorkerHandle]) -> list[Any]:
-        """Answers of calls, in order. Raises WorkerError if a call, or a step under way, fails."""
+        """Raises WorkerError if a call, or a step under way, fails."""
         with self._turns.in_use():
             self._wait(calls)
             return [self._answer(ref, worker) for ref, worker in calls.items()]
 
     def note_waiting(self, calls: dict[Reply, WorkerHandle]) -> None:
-        """Note calls that this thread waits for after its turn (`gather_noted`). Their workers do not end before."""
+        """Calls that this thread awaits after its turn (`gather_noted`). Their workers do not end before."""
         with self._lock:
             self._noted_calls.append(calls)
 
@@ -174,7 +174,7 @@ class ClusterRuntime:
                 self._noted_calls.remove(calls)
 
     def free_unused_arrays(self) -> None:
-        """Wait while too many steps are under way. Call it before the turn of the next step, not in it."""
+        """Wait while too many steps are under way. Call it before a turn, not in it."""
         with self._turns.in_use():
             while True:
                 with self._lock:
@@ -209,7 +209,6 @@ class ClusterRuntime:
                 self._look_at(reply, watched[reply])
 
     def _watched_calls(self) -> dict[Reply, WorkerHandle]:
-        """The calls whose replies may show a failure: of `live`, and of steps under way."""
         with self._lock:
             watched = dict(self._watch.lives)
             for step in self._steps:
@@ -217,10 +216,7 @@ class ClusterRuntime:
             return watched
 
     def _wait(self, calls: dict[Reply, WorkerHandle]) -> None:
-        """Wait until all calls are answered. Raises WorkerError if a step or a worker fails meanwhile.
-
-        It watches all steps and workers, because a call that is queued after a hanging step is never answered.
-        """
+        """Raises WorkerError if a step or a worker fails: a call after a hanging step is never answered."""
         waiting, seen = set(calls), set[Reply]()
         with self._lock:
             self._watch.note_progress()
@@ -242,7 +238,7 @@ class ClusterRuntime:
                 self._beat()
 
     def _look_at(self, ref: Reply, worker: WorkerHandle) -> None:
-        """End the session and raise WorkerError if a reply shows a failure. A retired worker may end."""
+        """Raises WorkerError if a reply shows a failure. A retired worker may end."""
         failure = self._failure_in(ref, worker)
         with self._lock:
             was_retired = not self._watch.watches(worker)
@@ -250,7 +246,7 @@ class ClusterRuntime:
             self._fail(failure)
 
     def _failure_in(self, reply: Reply, worker: WorkerHandle) -> Failure | None:
-        """The failure that a reply shows: of a step, or by the end of the worker. None without a failure."""
+        """The failure of a step, or by the end of the worker, if any."""
         try:
             answer = self.launcher.answer(reply)
         except CallRaised as error:
@@ -265,7 +261,7 @@ class ClusterRuntime:
         return answer if isinstance(answer, Failure) else None
 
     def _answer(self, reply: Reply, worker: WorkerHandle) -> Any:
-        """The value of a reply. Raises WorkerError if the call raised; the session goes on."""
+        """Raises WorkerError if the call raised; the session goes on."""
         try:
             return self.launcher.answer(reply)
         except CallRaised as error:
@@ -277,7 +273,7 @@ class ClusterRuntime:
             return self._with_known_stage(self._watch.status(worker))
 
     def _with_known_stage(self, status: Status) -> Status:
-        """`status`, with the stage of a worker that has not run a step."""
+        """Adds the stage of a worker that has not run a step."""
         meshes = sorted(list(self._meshes.values()), key=lambda mesh: mesh.first_device)
         numbers = [[worker.number for worker in mesh.workers] for mesh in meshes]
         return with_stage(status, next((i for i, mesh in enumerate(numbers) if status.worker in mesh), -1))
@@ -285,10 +281,9 @@ class ClusterRuntime:
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
     def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
-        """The values of arrays, with one call to each worker; the arrays keep them.
+        """The values of arrays, which keep them.
 
-        One turn makes all calls, so the values belong together. Meanwhile, other threads may donate or delete the
-        arrays.
+        One turn makes all calls, so the values belong together. Other threads may donate or delete arrays meanwhile.
         """
         calls: dict[Reply, WorkerHandle] = {}
         owners: list[list[DistributedArray]] = []
@@ -305,7 +300,6 @@ class ClusterRuntime:
                         owners.append(mine)
                 self.note_waiting(calls)
 
-            # Other threads may have their turn while this one waits.
             answers = self.gather_noted(calls)
 
         values |= _join_shards(zip(owners, answers, strict=True))
@@ -319,7 +313,7 @@ class ClusterRuntime:
     # ---- hosts ----------------------------------------------------------------------------------------------------
 
     def available_hosts(self) -> int:
-        """How many hosts a restarted session would get. Works after the end of the session, too."""
+        """Works after the end of the session, too."""
         try:
             with self._turns.in_use():
                 return self.launcher.available_hosts()
@@ -329,7 +323,7 @@ class ClusterRuntime:
         return self.launcher.available_hosts()
 
     def restarted(self) -> Launcher:
-        """End this session; returns a launcher for the same request on the hosts that answer."""
+        """Ends this session."""
         self.shutdown(
             "`minialpa.restart()` was called. Compile the step anew, and restore the state from a checkpoint."
         )
@@ -341,7 +335,7 @@ class ClusterRuntime:
         self,
         reason: str = "`minialpa.shutdown()` was called. Call `minialpa.init`, and compile the step anew.",
     ) -> None:
-        """End all workers and give the hosts back. Values that were not fetched are lost. A second call has no effect.
+        """End all workers and give the hosts back. A second call has no effect.
 
         Waiting threads raise a WorkerError with `reason`.
         """
@@ -365,13 +359,13 @@ class ClusterRuntime:
         self.launcher.release()
 
     def _beat(self) -> None:
-        """Ask all workers for their status. Ends the session if a worker, a host or the cluster has failed."""
+        """Ends the session if a worker, a host or the cluster has failed."""
         with self._lock:
             self._beat_at_s = time.monotonic()
             failure = self._watch.heartbeat(bool(self._steps))
             late = self._watch.late(_LATE_S)
 
-        # A host that is cut off ends no connection, and Ray notices it after a minute. Probes wait, so not in the lock.
+        # A host that is cut off ends no connection. Probes wait, so not in the lock.
         lost = self.launcher.lost_hosts(worker.host for worker in late) if late else {}
         if lost:
             self._fail(*(lost_host(self._status(w), lost[w.host]) for w in late if w.host in lost))
@@ -382,13 +376,12 @@ class ClusterRuntime:
             self._turns.end(WorkerError(fault))
 
     def _fail(self, *first: Failure) -> NoReturn:
-        """End the session with a WorkerError for `first`, or for the cause that other workers report."""
+        """End the session. Other workers may report the cause."""
         self._turns.end(session_error(first, []), lambda: session_error(*self._hear_of_failures(first)))
 
     def _hear_of_failures(self, first: Sequence[Failure]) -> tuple[list[Failure], list[Status]]:
-        """All failures that workers report within `_GRACE_S` seconds, and the status of the other workers.
-
-        One fault fails several workers, and the first report may come from a victim.
+        """Failures within `_GRACE_S` seconds, and the status of the other workers: the first report may come from a
+        victim.
         """
         found, statuses = list(first), []
         with self._lock:
@@ -396,7 +389,7 @@ class ClusterRuntime:
         watched = self._watched_calls() | status_calls
         deadline = time.monotonic() + _GRACE_S
 
-        # Workers never answer `live`, so this does not wait for these calls.
+        # Workers never answer `live`.
         while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
             for ref in self.launcher.wait(list(watched), left):
                 worker = watched.pop(ref)
@@ -414,7 +407,7 @@ class ClusterRuntime:
         return self._with_lost_hosts(found), statuses
 
     def _with_lost_hosts(self, found: list[Failure]) -> list[Failure]:
-        """The failures. A dead or silent worker whose host is lost has the fault LOST_HOST."""
+        """A dead or silent worker whose host is lost has the fault LOST_HOST."""
         lost = self.launcher.lost_hosts(f.where.host for f in found if f.fault in (Fault.DIED, Fault.SILENT))
         return [lost_host(f.where, lost[f.where.host]) if f.where.host in lost else f for f in found]
 
@@ -424,10 +417,6 @@ def _overlap(mesh: MeshWorkers, first_device: int, n_devices: int) -> bool:
 
 
 def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list[DistributedArray]]]:
-    """Each mesh with the arrays to fetch from it.
-
-    Raises DeletedArrayError if an array is used up, WorkerError if its meshes have ended.
-    """
     found: dict[MeshWorkers, list[DistributedArray]] = {}
     for array in arrays:
         array.check_usable()
@@ -442,7 +431,7 @@ def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list
 
 
 def _join_shards(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> dict[int, Any]:
-    """Values of arrays by their number. answers: for each worker, its arrays and the shards that it sent."""
+    """answers: for each worker, its arrays and the shards that it sent."""
     data: dict[int, Any] = {}
     types: dict[int, ArrayType] = {}
 
@@ -451,7 +440,7 @@ def _join_shards(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> d
             types[array.number] = array.type
             for box, sent in shards:
                 shard = from_plain(sent, array.type.dtype)
-                # A shard that covers the array is its value, without a copy.
+                # Without a copy if one shard covers the array.
                 if array.number not in data:
                     shape = array.type.data_shape
                     data[array.number] = shard if shard.shape == shape else np.empty(shape, shard.dtype)

@@ -1,4 +1,4 @@
-"""Arrays that workers hold: each has a number, under which workers keep it, and copies on one or several meshes."""
+"""Arrays that workers keep under a number, with copies on one or several meshes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from minialpa.support.private_jax import class_of_remote_keys
 
 
 class Holder(Protocol):
-    """The runtime that holds arrays on its workers, a `ClusterRuntime`."""
+    """A `ClusterRuntime`."""
 
     def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]: ...
 
@@ -33,11 +33,9 @@ class Holder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class MeshWorkers:
-    """The workers of consecutive devices.
+    """The workers of consecutive devices, from `first_device` of the cluster.
 
-    Attributes:
-        first_device: number of their first device in the cluster.
-        freed: numbers of arrays without references; the next call to the workers frees them.
+    freed: numbers of arrays without references; the next call frees them.
     """
 
     first_device: int
@@ -57,7 +55,7 @@ class MeshWorkers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """An array on the workers of one mesh, in the logical mesh `shape` and the sharding `spec`."""
+    """On the workers of one mesh, in the logical mesh `shape` and the sharding `spec`."""
 
     mesh: MeshWorkers
     shape: MeshShape
@@ -68,7 +66,7 @@ class DistributedArray(RemoteArray):
     """An array on a mesh of a session, or on several meshes with a copy each.
 
     A step that reads it on one of these meshes, in the same sharding, uses it in place. After its last reference is
-    gone, the next call frees its memory on the workers.
+    gone, the next call frees its memory.
     """
 
     def __init__(self, runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
@@ -85,7 +83,6 @@ class DistributedArray(RemoteArray):
         return tuple(copy.spec for copy in self.copies)
 
     def is_on(self, shape: MeshShape, spec: PartitionSpec) -> bool:
-        """Whether a running mesh of this shape has a copy in the sharding `spec`."""
         return any(copy.mesh.alive and copy.shape == shape and copy.spec == spec for copy in self.copies)
 
     def add(self, copy: Copy) -> None:
@@ -96,7 +93,7 @@ class DistributedArray(RemoteArray):
         return self._is_deleted
 
     def delete(self) -> None:
-        """Have the next call free the memory. Later uses raise DeletedArrayError."""
+        """The next call frees the memory. Later uses raise DeletedArrayError."""
         with self.runtime.turn_even_if_ended():  # no step is about to read this array
             if not self._is_deleted:
                 self._is_deleted = True
@@ -104,14 +101,14 @@ class DistributedArray(RemoteArray):
                 self._release()
 
     def used_up(self) -> None:
-        """Note that a step has taken over the memory. Later uses raise DeletedArrayError."""
+        """A step has taken over the memory. Later uses raise DeletedArrayError."""
         self._is_deleted = True
         self._host_value = None
 
     def keep(self, value: Any) -> None:
-        """Hold the value in this process too, unless the array is used up.
+        """Hold the value here too, unless the array is used up.
 
-        The value becomes read-only, because `np.asarray` returns it without a copy and steps read it.
+        It becomes read-only, because `np.asarray` returns it without a copy and steps read it.
         """
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
@@ -120,7 +117,7 @@ class DistributedArray(RemoteArray):
 
     @property
     def kept(self) -> Any:
-        """The value in this process; None if it was not fetched, or the array is used up."""
+        """None if the value was not fetched, or the array is used up."""
         return self._host_value
 
     @property
@@ -146,7 +143,7 @@ class DistributedArray(RemoteArray):
         return self.runtime.fetch([self])[0] if value is None else value
 
     def fetch_once(self) -> Any:
-        """The value, which this process keeps only if it had the value before."""
+        """This process keeps the value only if it had the value before."""
         had_value = self._host_value is not None
         value = self._fetch()
         if not had_value:
@@ -178,12 +175,12 @@ class DistributedArray(RemoteArray):
             self._release()
 
 
-#: Typed keys on the meshes of a session. Functions of `jax.random` fetch them.
+#: Functions of `jax.random` fetch these typed keys.
 DistributedKeys = class_of_remote_keys(DistributedArray)
 
 
 def distributed_array(runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> DistributedArray:
-    """The array of this type that workers keep under `number`, a `DistributedKeys` for typed keys."""
+    """A `DistributedKeys` for typed keys."""
     is_keys = jax.numpy.issubdtype(type.jax_dtype, jax.dtypes.extended)
     made: DistributedArray = (DistributedKeys if is_keys else DistributedArray)(runtime, number, type, copies)
     return made

@@ -1,7 +1,7 @@
 """Workers as threads of this process: a cluster without processes and networks.
 
-Workers compile mesh programs, exchange messages, keep arrays and fail as on Ray, on devices of this process. A mesh is
-on one host here, since jax joins only processes. Arguments and answers are pickled, so the two sides share no memory.
+Workers act and fail as on Ray. A mesh is on one host here, since jax joins only processes. Arguments and answers are
+pickled, so the two sides share no memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _Arrays = list[np.ndarray[Any, Any]]
 
 @dataclass(slots=True)
 class Hub:
-    """The mailbox at each address: transports of this process find each other here."""
+    """The mailbox at each address."""
 
     mailboxes: dict[int, Mailbox[_Arrays]] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
 
 class InProcessTransport:
-    """The transport of worker `number`: puts copies of arrays into the mailboxes of its peers."""
+    """Puts copies of arrays into the mailboxes of peers."""
 
     def __init__(self, hub: Hub, number: int) -> None:
         self.number, self.address = number, next(hub.numbers)
@@ -73,11 +73,11 @@ class InProcessTransport:
         self._leave(lambda peer: peer.leave(self.number))
 
     def lose(self) -> None:
-        """End as the transport of a process that dies: waiting peers get an error."""
+        """As if the process died: waiting peers get an error."""
         self._leave(lambda peer: peer.fail(WorkerError(f"Worker {self.number} is lost: its process has ended.")))
 
     def _leave(self, notify: Callable[[Mailbox[_Arrays]], None]) -> None:
-        """Close the mailbox of this worker, and call `notify` with each peer's mailbox."""
+        """Call `notify` with each peer's mailbox."""
         self._hub.mailboxes.pop(self.address, None)
         self._mailbox.fail(WorkerError(f"Worker {self.number} has closed its connections to other workers."))
         for address in self._addresses:
@@ -99,7 +99,7 @@ class InProcessTransport:
 
 
 class SharedProcess:
-    """This process, for a worker in one of its threads. See `worker_process.Process`."""
+    """A `worker_process.Process` for a worker in a thread."""
 
     coordinator = "none"
 
@@ -123,7 +123,7 @@ class SharedProcess:
 
 
 class ThreadActor:
-    """A worker whose calls run in its own thread, one after the other. See `launcher.Actor`."""
+    """A `launcher.Actor` in its own thread."""
 
     def __init__(self, settings: WorkerSettings, process: SharedProcess) -> None:
         self._worker, self._process = Worker(settings, process), process
@@ -145,7 +145,7 @@ class ThreadActor:
         return reply
 
     def end(self) -> None:
-        """End as a killed process does: open calls fail, and peers lose the worker."""
+        """As if killed: open calls fail, and peers lose the worker."""
         with self._lock:
             self._has_ended = True
             pending, self._pending = self._pending, set()
@@ -168,7 +168,7 @@ class ThreadActor:
             self._answer(*call)
 
     def _answer(self, reply: Future[bytes], method: str, args: bytes) -> None:
-        """Run a method of the worker, and give its result to `reply`. args: the pickled arguments."""
+        """args: pickled."""
         answer, error = b"", None
         try:
             with jax.enable_x64(True):  # as in a worker's own process
@@ -186,7 +186,7 @@ class ThreadActor:
 
 
 class InProcessLauncher:
-    """Launches workers as threads, on `devices` of this process. See `launcher.Launcher`."""
+    """A `launcher.Launcher` of threads, on `devices` of this process."""
 
     platform = "cpu"
 

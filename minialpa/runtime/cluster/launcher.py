@@ -1,8 +1,7 @@
 """The interface of launchers: requests for meshes go in, workers that take calls come out.
 
 Ray is one launcher (`ray_cluster`), threads are another (`in_process`). A worker runs its calls one after the other,
-and each call returns a reply at once. A reply later holds a value, an error that the call raised (`CallRaised`), or the
-end of the worker (`WorkerEnded`).
+and each call returns a reply at once. A reply later holds a value, `CallRaised` or `WorkerEnded`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Reply = Any
 
 
 class CallRaised(Exception):
-    """A call raised an error in a worker, which goes on. `message` is the error in one line."""
+    """The worker goes on. `message` is the error in one line."""
 
     def __init__(self, method: str | None, message: str, traceback: str) -> None:
         super().__init__(message)
@@ -26,14 +25,14 @@ class CallRaised(Exception):
 
 
 class WorkerEnded(Exception):
-    """The worker ended before it answered. The message is the reason, if the launcher knows it."""
+    """The message is the reason, if known."""
 
 
 class Actor(Protocol):
-    """A `Worker` in a process, or a thread, of its own."""
+    """A `Worker` in its own process or thread."""
 
     def call(self, method: str, *args: Any) -> Reply:
-        """Call a method after all earlier calls. Arguments are copied."""
+        """After all earlier calls. Arguments are copied."""
 
     def call_aside(self, method: str, *args: Any) -> Reply:
         """Call `status`, `live`, `stop`, `read` or `write_copies` beside other calls."""
@@ -41,7 +40,7 @@ class Actor(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WorkerHandle:
-    """A running worker. Its devices are consecutive, and numbered over the cluster."""
+    """Devices are consecutive, and numbered over the cluster."""
 
     number: int
     host: int
@@ -51,7 +50,7 @@ class WorkerHandle:
 
 
 class Launcher(Protocol):
-    """Hosts that a session has reserved, with devices numbered host by host, and workers on them, until `release`.
+    """Reserved hosts, with devices numbered host by host, and their workers, until `release`.
 
     Attributes:
         platform: "cpu" or "cuda".
@@ -65,15 +64,14 @@ class Launcher(Protocol):
     def start_meshes(self, keys: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
         """Start workers for each (first device, number of devices): one on each host, in one jax runtime per mesh.
 
-        Calls `check` about once a second; if it raises, all of these workers end. Raises WorkerError if they do not
-        start.
+        Calls `check` about once a second; if it raises, these workers end. Raises WorkerError if they do not start.
         """
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
         """End workers, which may be busy or ended."""
 
     def release(self) -> None:
-        """Give the hosts back, which ends their workers. A second call has no effect."""
+        """Ends the workers. A second call has no effect."""
 
     # ---- hosts ----------------------------------------------------------------------------------------------------
 
@@ -81,11 +79,10 @@ class Launcher(Protocol):
         """The hosts and their devices, for the planner."""
 
     def available_hosts(self) -> int:
-        """How many hosts `restarted` would reserve; 0 if the cluster is gone. Disturbs no worker."""
+        """Hosts that `restarted` would reserve; 0 if the cluster is gone. Disturbs no worker."""
 
     def restarted(self) -> Launcher:
-        """After `release`: a launcher for the same request on the hosts that answer, at most as many as the request
-        names.
+        """After `release`: a launcher for the same request on the hosts that answer.
 
         Raises MinialpaError if no host can be reserved; a later call may succeed.
         """
@@ -93,22 +90,22 @@ class Launcher(Protocol):
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def share(self, value: Any) -> Any:
-        """A value to pass to several workers, which is copied to each host once."""
+        """For several workers: copied to each host once."""
 
     def check_memory(self, n_bytes: int) -> None:
-        """Raise MinialpaError if the way to the workers has less free memory than `n_bytes` for large arguments.
+        """Raise MinialpaError if the way to the workers has less than `n_bytes` of free memory.
 
         The kernel ends a process that writes to full shared memory.
         """
 
     def wait(self, replies: Sequence[Reply], timeout_s: float) -> list[Reply]:
-        """Wait for a reply; returns one or more that have come, or an empty list after `timeout_s` seconds."""
+        """Replies that have come, at least one; empty after `timeout_s` seconds."""
 
     def ready(self, replies: Sequence[Reply]) -> list[Reply]:
         """The replies that have come."""
 
     def answer(self, reply: Reply) -> Any:
-        """The value of a reply. Raises CallRaised or WorkerEnded."""
+        """Raises CallRaised or WorkerEnded."""
 
     # ---- faults ---------------------------------------------------------------------------------------------------
 
@@ -116,7 +113,7 @@ class Launcher(Protocol):
         """Raise MinialpaError if no worker can start."""
 
     def fault(self) -> str | None:
-        """The fault of the whole cluster with its remedy; None while the cluster is usable."""
+        """With its remedy; None while the cluster is usable."""
 
     def lost_hosts(self, numbers: Iterable[int]) -> Mapping[int, str]:
-        """The hosts among these numbers that accept no connection, with their addresses."""
+        """Hosts that accept no connection, with their addresses."""

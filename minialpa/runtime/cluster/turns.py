@@ -1,7 +1,6 @@
 """Turns of the threads that share a session: one thread at a time calls the workers, and the session ends once.
 
-Workers run calls in the order of arrival. Without turns, two threads could start steps A and B in different orders, and
-each worker would wait for the other:
+Without turns, two threads could start steps A and B in different orders, and each worker would wait for the other:
 
     worker 0    A, then B
     worker 1    B, then A
@@ -9,10 +8,9 @@ each worker would wait for the other:
 So a thread takes its *turn*, makes the calls to all workers, and ends the turn before it waits for results.
 
 The first thread that ends the session determines the cause, which all others raise. It releases the session after the
-others have left it, because until then they may use its connection to the cluster.
+others have left it, because they may use its connection to the cluster.
 
-A thread holds `_turn` during its turn. `_changed` protects the counts and the failure. `_closing` is held during `stop`
-and `release`.
+`_changed` protects the counts and the failure. `_closing` is held during `stop` and `release`.
 """
 
 from __future__ import annotations
@@ -26,17 +24,14 @@ from typing import NoReturn
 from minialpa.errors import WorkerError
 from minialpa.runtime.workers.failures import ended
 
-#: Seconds that threads have to leave an ended session. Waiting threads check about once a second.
+#: Seconds to leave an ended session. Waiting threads check about once a second.
 _LEAVE_S = 10.0
 
 
 class Turns:
-    """The turns of one session, and its end.
+    """`stop` ends the workers, which wakes waiting threads. `release` returns the reserved hosts.
 
-    `stop` ends the workers, which wakes waiting threads. `release` returns the reserved hosts.
-
-    Attributes:
-        failure: the error that has ended the session, or None.
+    failure: the error that has ended the session, if any.
     """
 
     def __init__(self, stop: Callable[[], None], release: Callable[[], None]) -> None:
@@ -53,7 +48,7 @@ class Turns:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """A context in which the session is not released. Raises WorkerError if it has ended."""
+        """The session is not released meanwhile. Raises WorkerError if it has ended."""
         me = threading.get_ident()
         with self._changed:
             self.check()
@@ -68,20 +63,20 @@ class Turns:
                     del self._users[me]
                     self._changed.notify_all()
 
-            # The thread that ends the session may be several contexts deep in it.
+            # The ending thread may be several contexts deep.
             if has_left and self._ender == me:
                 self._close()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """A context in which no other thread has its turn. Raises WorkerError if the session has ended."""
+        """Raises WorkerError if the session has ended."""
         with self.in_use(), self._turn:
             self.check()
             yield
 
     @contextmanager
     def turn_even_if_ended(self) -> Iterator[None]:
-        """As `turn`, but does not raise: for changes of arrays that need no worker."""
+        """As `turn`, without an error: for changes of arrays that need no worker."""
         with self._turn:
             yield
 
@@ -92,8 +87,8 @@ class Turns:
     def end(self, first: WorkerError, find_cause: Callable[[], WorkerError] | None = None) -> NoReturn:
         """End the session, from within `in_use`. Raises the error that `find_cause` returns, or `first` without it.
 
-        If another thread is ending the session, wait for the cause and raise that. An interrupt of `find_cause` passes
-        through; the session has then ended with `first`.
+        If another thread is ending the session, wait for its cause. After an interrupt of `find_cause`, the session has
+        ended with `first`.
         """
         if not self._is_ender():
             self._await_failure()
@@ -109,10 +104,7 @@ class Turns:
         raise cause
 
     def shutdown(self, reason: WorkerError) -> None:
-        """End the session for `reason` unless it has ended, and release it. A second call has no effect.
-
-        Call it outside `in_use`.
-        """
+        """End the session unless it has ended, and release it. Call it outside `in_use`."""
         if self._is_ender():
             with self._changed:
                 self.failure = reason
@@ -121,7 +113,7 @@ class Turns:
         self._close()
 
     def _is_ender(self) -> bool:
-        """Whether this thread was the first to end the session, and has not set the failure yet."""
+        """Whether this thread ends the session, and has not set the failure yet."""
         me = threading.get_ident()
         with self._changed:
             self._ender = self._ender or me
@@ -132,10 +124,7 @@ class Turns:
             self._changed.wait_for(lambda: self.failure is not None)
 
     def _close(self) -> None:
-        """Stop the workers, wait until all other threads have left, and release the session, once.
-
-        A later call completes an interrupted one.
-        """
+        """A later call completes an interrupted one."""
         with self._closing:
             if self._is_closed:
                 return

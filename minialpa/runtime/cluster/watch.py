@@ -1,10 +1,10 @@
 """The watch over the workers of a session: whether they live, answer and make progress.
 
-A call of `Worker.live` ends with its process, so every wait of the runtime includes these calls. During a long wait,
-the runtime calls `heartbeat` about once a second, which asks all workers for their status. The answers show which
-worker hangs, and the last position of a worker that dies later.
+A call of `Worker.live` ends with its process, so every wait includes these calls. During a long wait, the runtime calls
+`heartbeat` about once a second, which asks all workers for their status. The answers show which worker hangs, and the
+last position of a worker that dies later.
 
-It is not thread-safe (the runtime uses it under its lock), and raises no errors.
+The runtime uses it under its lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minialpa.runtime.workers.failures import Failure, Status, hung_worker, stal
 
 
 class Watch:
-    """The watch over workers that `add` and `remove` change.
+    """The workers to watch.
 
     Attributes:
         timeout_s: time for a worker to answer, and for a step to make progress.
@@ -53,21 +53,20 @@ class Watch:
         return self._last_status(worker)
 
     def n_compiled(self, worker: WorkerHandle, program: int) -> int:
-        """How many functions of a program the worker has compiled, by its last status."""
         last, n = self._last_status(worker).compiled
         return n if last == program else 0
 
     def note_progress(self) -> None:
-        """A call was answered, or a wait begins: the time for progress restarts."""
+        """The time for progress restarts."""
         self._last_progress_s = time.monotonic()
 
     def ask(self, but: Collection[int] = ()) -> dict[Reply, WorkerHandle]:
-        """Ask all workers for their status, except the numbers in `but`; returns the calls."""
+        """Ask for status, except the numbers in `but`; returns the calls."""
         asked = [w for w in self.lives.values() if w.number not in but]
         return {_ask(w): w for w in asked}
 
     def heartbeat(self, is_stepping: bool) -> Failure | None:
-        """Read the answers to the last heartbeat and ask once more; returns the failure that the answers show, or None.
+        """Read answers and ask once more; returns the failure that the answers show, if any.
 
         is_stepping: whether a step is under way. Only then must workers make progress.
         """
@@ -83,12 +82,12 @@ class Watch:
         return failure
 
     def late(self, seconds: float) -> list[WorkerHandle]:
-        """The workers that have not answered a heartbeat for so long: busy, or gone with their hosts."""
+        """Without an answer for so long: busy, or gone with their hosts."""
         now = time.monotonic()
         return [w for w, asked_s in self._open_calls.values() if now - asked_s >= seconds]
 
     def unanswered_s(self, worker: WorkerHandle, least_s: float) -> float:
-        """Seconds since the oldest call that the worker has not answered, at least `least_s`."""
+        """Since the oldest unanswered call, at least `least_s`."""
         self._read_answers()
         now = time.monotonic()
         return max([least_s, *(now - asked_s for w, asked_s in self._open_calls.values() if w.number == worker.number)])
@@ -97,7 +96,7 @@ class Watch:
         return self._last_statuses.get(worker.number) or Status(worker=worker.number, host=worker.host)
 
     def _read_answers(self) -> None:
-        """Read the answers that have come. A changed status is progress."""
+        """A changed status is progress."""
         for ref in self._launcher.ready(list(self._open_calls)):
             del self._open_calls[ref]
             try:

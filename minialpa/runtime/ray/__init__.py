@@ -1,4 +1,1 @@
-"""Ray as a launcher: a request for hosts goes in; workers, their answers and their faults come out. See README.md.
-
-The only package that knows Ray.
-"""
+"""The only package that knows Ray: a request for hosts goes in; workers, answers and faults come out. See README.md."""

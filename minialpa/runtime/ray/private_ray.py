@@ -1,4 +1,4 @@
-"""All names that minialpa uses and Ray does not publish, as of Ray 2.60.0. A test keeps them out of other modules.
+"""All private names of Ray that minialpa uses, as of Ray 2.60.0. A test keeps them out of other modules.
 
 | private | minialpa needs it for | would be replaced by |
 |---|---|---|
@@ -32,7 +32,7 @@ def start_cluster(namespace: str) -> None:
 
 
 def address_of_this_machine() -> str | None:
-    """The address of the last cluster that `ray start` has started on this machine. The cluster may have ended."""
+    """Of the last cluster that `ray start` has started here. It may have ended."""
     try:
         from ray._private.utils import read_ray_address
     except ImportError:  # in another version of Ray, the user gives the address
@@ -41,7 +41,7 @@ def address_of_this_machine() -> str | None:
 
 
 def available_resources() -> Mapping[str, Mapping[str, float]]:
-    """The unreserved resources of each node, by `NodeID`. Changes show within a second."""
+    """Unreserved, by `NodeID`. Changes show within a second."""
     from ray._private.state import available_resources_per_node
 
     available: Mapping[str, Mapping[str, float]] = available_resources_per_node()
@@ -49,17 +49,14 @@ def available_resources() -> Mapping[str, Mapping[str, float]]:
 
 
 def folder_of_shared_memory() -> Path | None:
-    """The folder of the memory for large values, usually `/dev/shm`; None before the first large value."""
+    """Usually `/dev/shm`; None before the first large value."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     found = re.search(r" (/.*)/plasma[^/\n]*$", maps, re.MULTILINE)
     return Path(found[1]) if found else None
 
 
 def head_knows_this_process() -> bool:
-    """Whether the head that this process has joined answers and has not restarted. It has to be reachable.
-
-    Other calls to a restarted head would end this process.
-    """
+    """Whether a reachable head has not restarted. Other calls to a restarted head would end this process."""
     try:
         _internal_kv_exists(b"minialpa")
     except RayError:

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: translates calls, replies and errors of Ray to the interface in `launcher`."""
+"""Workers as Ray actors: calls, replies and errors of Ray, by the interface in `launcher`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts of a Ray cluster: a session reserves them here and starts worker processes on them.
+"""A session reserves hosts of a Ray cluster and starts workers on them.
 
 Any thread may call `fault` and `lost_hosts`; one thread at a time starts and ends workers. Ray can end this process if
 the head is gone, so calls with this risk first check whether the head answers.
@@ -28,18 +28,18 @@ from minialpa.runtime.ray.reservation import HostRequest, n_available, reserve
 from minialpa.runtime.workers.failures import Failure, Fault, Status, call_raised, died, lost_host, worker_error
 from minialpa.runtime.workers.worker_process import WorkerSettings
 
-#: Seconds that the workers of a mesh have to start.
+#: Seconds that workers have to start.
 _START_TIMEOUT_S = 180.0
 #: Seconds that the head may be unreachable. Ray itself would end this process after a minute.
 _HEAD_TIMEOUT_S = 6.0
-#: Seconds between two checks for the end of the session, while workers start.
+#: Seconds between checks for the end of the session, while workers start.
 _CHECK_INTERVAL_S = 1.0
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """The request of a session to Ray. `timeout_s` is as in `Launcher`, None as in `HostRequest`."""
+    """`timeout_s` is as in `Launcher`, None as in `HostRequest`."""
 
     address: str | None
     num_hosts: int | None
@@ -50,17 +50,17 @@ class SessionRequest:
 
 
 class RayCluster(RayCalls):
-    """The hosts that a session has reserved, their workers, and perhaps the connection to Ray, until `release`.
+    """The reserved hosts of a session and their workers, until `release`.
 
     Attributes:
-        owns_ray: whether this object has connected the process to Ray, and will disconnect it.
+        owns_ray: whether this object connects the process to Ray, and disconnects it.
         owns_cluster: whether it has also started the cluster, which ends with the connection.
         head: the address of the cluster's head.
         hosts: in the order of their addresses.
     """
 
     def __init__(self, request: SessionRequest, before: RayCluster | None = None) -> None:
-        """Reserve exactly the request; or, after the hosts of `before`, as much of the request as is available."""
+        """Reserve the request; after `before`, as much of it as is available."""
         self.request = request
         self.timeout_s = request.timeout_s
         self.owns_ray = not ray.is_initialized()
@@ -104,14 +104,11 @@ class RayCluster(RayCalls):
                 ray.shutdown()
 
     def same_hosts(self) -> HostRequest:
-        """The request of the next session."""
         held = frozenset(host.node_id for host in self.hosts)
         return replace(_requested_hosts(self.request), resource=self._resource, held=held)
 
     def available_hosts(self) -> int:
-        """How many hosts `restarted` would reserve. After `release`, the process connects for a moment, which takes
-        seconds.
-        """
+        """How many hosts `restarted` would reserve. After `release`, connects for a moment, which takes seconds."""
         if self._is_released and self.owns_cluster:
             return 1  # `restarted` starts a new cluster on this machine.
         if ray.is_initialized():
@@ -129,14 +126,12 @@ class RayCluster(RayCalls):
             ray.shutdown()
 
     def restarted(self) -> RayCluster:
-        """A launcher for the same request. Without the address, Ray might find or start another cluster after the head
-        is gone.
-        """
+        """Without the address, Ray might find or start another cluster after the head is gone."""
         address = "local" if self.owns_cluster else self.head
         return RayCluster(replace(self.request, address=address), before=self)
 
     def check(self) -> None:
-        """Raise MinialpaError unless the head is reachable and has not restarted since this process connected."""
+        """Raises MinialpaError if the head is unreachable or has restarted."""
         fault = fault_of_head(self.head)
         if fault is not None:
             raise MinialpaError(
@@ -146,14 +141,12 @@ class RayCluster(RayCalls):
             )
 
     def fault(self) -> str | None:
-        """The fault of the cluster, or None. The head may be silent for `_HEAD_TIMEOUT_S` after the first failed
-        probe.
-        """
+        """The head may be silent for `_HEAD_TIMEOUT_S` after the first failed probe."""
         if answers(self.head):
             self._head_lost_at_s = None
             return None
         now_s = time.monotonic()
-        # One assignment, since another thread may set this to None at any time.
+        # One assignment: another thread may set this to None.
         lost_at_s = self._head_lost_at_s = self._head_lost_at_s or now_s
         if now_s - lost_at_s <= _HEAD_TIMEOUT_S:
             return None
@@ -168,7 +161,7 @@ class RayCluster(RayCalls):
         return {number: host.ip for (number, host), is_there in zip(asked, found, strict=True) if not is_there}
 
     def describe(self) -> ClusterSpec:
-        """The cluster for the planner: links of the first host's kind of GPU, and the GPU memory that jax takes."""
+        """Links of the first host's kind of GPU, and the GPU memory that jax takes."""
         presets: Sequence[PresetName] = self._gpu_presets() if self.platform == "cuda" else ("cpu",)
         specs = [
             ClusterSpec.preset(preset, num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
@@ -218,7 +211,6 @@ class RayCluster(RayCalls):
             ray.kill(worker.actor.handle, no_restart=True)
 
     def _spawn(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
-        """Start a worker on each host that has some of the devices."""
         per_host = self.devices_per_host
         workers = []
         for host in range(first_device // per_host, (first_device + n_devices - 1) // per_host + 1):
@@ -241,7 +233,7 @@ class RayCluster(RayCalls):
         return workers
 
     def _join(self, meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -> Failure | None:
-        """Join the workers of each mesh in one jax runtime; returns the first failure, or None after all have joined.
+        """Join the workers of each mesh in one jax runtime; returns the first failure, if any.
 
         Calls `check` about once a second, which may raise.
         """
@@ -300,7 +292,7 @@ class RayCluster(RayCalls):
 
 
 def _worker_env(platform: str) -> dict[str, str]:
-    """The environment variables of a worker, independent of this process."""
+    """Independent of this process."""
     env = {"XLA_FLAGS": "", "JAX_PLATFORMS": platform}
     if platform == "cuda":
         env[_MEMORY_FRACTION] = "0.9"
@@ -308,7 +300,6 @@ def _worker_env(platform: str) -> dict[str, str]:
 
 
 def _memory_fraction(env: Mapping[str, str]) -> float:
-    """The part of a GPU's memory that jax takes in a worker."""
     text = {**_worker_env("cuda"), **env}[_MEMORY_FRACTION]
     try:
         return float(text)

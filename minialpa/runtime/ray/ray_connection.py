@@ -1,7 +1,6 @@
-"""The connection of this process to Ray: finds or starts a cluster, connects to it, and probes its head.
+"""Finds or starts a Ray cluster, connects to it, and probes its head.
 
-Ray has one connection per process. `connect` makes it, and the caller ends it by `ray.shutdown`. Errors are
-MinialpaErrors with a remedy.
+Ray has one connection per process. `connect` makes it, and the caller ends it by `ray.shutdown`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _PROBE_S = 2.0
 
 
 def connect(address: str | None, namespace: str) -> bool:
-    """Connect to the cluster at `address`, or at RAY_ADDRESS, or on this machine. Otherwise, or for "local", start a
-    cluster.
+    """Connect to the cluster at `address`, at RAY_ADDRESS, or on this machine. Otherwise, or for "local", start one.
 
     Returns whether it has started one. Raises MinialpaError if no cluster answers at an address.
     """
@@ -35,7 +33,7 @@ def connect(address: str | None, namespace: str) -> bool:
 
     if address in (None, "local"):
         with warnings.catch_warnings():
-            # Ray's forked processes call `exec` at once, so threads of this process do no harm.
+            # Ray's forked processes call `exec` at once.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             start_cluster(namespace)
         return True
@@ -70,13 +68,12 @@ def _no_cluster(address: str, reason: str) -> MinialpaError:
 
 
 def _address_started_here() -> str | None:
-    """The address of a running cluster that `ray start` has started on this machine."""
     address = address_of_this_machine()
     return address if address and answers(address) else None
 
 
 def fault_of_head(address: str) -> str | None:
-    """The fault of the head that this process has joined, as the end of a sentence; None if it works."""
+    """As the end of a sentence; None if the head works."""
     if not answers(address):
         return "does not answer"
     if not head_knows_this_process():
@@ -85,17 +82,13 @@ def fault_of_head(address: str) -> str | None:
 
 
 def nodes_that_answer(timeout_s: float) -> list[Mapping[str, Any]]:
-    """The nodes of the cluster that accept a connection within `timeout_s`, as `ray.nodes` describes them.
-
-    Ray itself lists a lost node as alive for up to a minute.
-    """
+    """Nodes that accept a connection within `timeout_s`. Ray lists a lost node as alive for up to a minute."""
     listed = [node for node in ray.nodes() if node["Alive"]]
     found = each_answers([f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in listed], timeout_s)
     return [node for node, is_there in zip(listed, found, strict=True) if is_there]
 
 
 def each_answers(addresses: Sequence[str], timeout_s: float = _PROBE_S) -> list[bool]:
-    """`answers` for all addresses at the same time."""
     with ThreadPoolExecutor(max_workers=max(1, len(addresses))) as pool:
         return list(pool.map(lambda address: answers(address, timeout_s), addresses))
 

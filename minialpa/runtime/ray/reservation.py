@@ -1,4 +1,4 @@
-"""The reservation of hosts: nodes of a Ray cluster that answer go in, a placement group on some of them comes out.
+"""Nodes of a Ray cluster that answer go in, a placement group on some of them comes out.
 
 A host is a Ray node with devices: GPUs, the custom resource `minialpa_cpu_device`, or, if no node has either, CPUs.
 Each CPU stands for one virtual CPU device unless the user gives a number.
@@ -23,22 +23,21 @@ from minialpa.runtime.ray.private_ray import available_resources
 from minialpa.runtime.ray.ray_connection import nodes_that_answer
 
 _RESERVE_TIMEOUT_S = 60.0
-#: Seconds after which the nodes are chosen a second time, since one may be lost meanwhile.
+#: Seconds until nodes are chosen a second time, since one may be lost.
 _TRY_S = 5.0
-#: Seconds that the nodes of an ended session have to become free.
+#: Seconds that nodes of an ended session have to become free.
 _FREE_TIMEOUT_S = 10.0
-#: Seconds between two reads of the free resources.
+#: Seconds between reads of free resources.
 _POLL_S = 0.1
-#: Seconds that a node has to accept a connection: before a session starts, and while a session runs.
+#: Seconds to accept a connection: before a session starts, and while one runs.
 _PROBE_S, _QUICK_PROBE_S = 2.0, 0.3
-#: The label by which Ray tells nodes apart.
 _NODE_LABEL = "ray.io/node-id"
 CPU_DEVICE = "minialpa_cpu_device"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeChoice:
-    """The nodes that a session gets.
+    """The nodes of a session.
 
     Attributes:
         resource: the Ray resource that counts devices.
@@ -51,7 +50,7 @@ class NodeChoice:
 
     @property
     def resource_per_device(self) -> float:
-        """The amount of the resource for one device: less than a CPU if there are more virtual devices than CPUs."""
+        """For one device: less than a CPU if there are more virtual devices than CPUs."""
         if self.resource != "CPU":
             return 1.0
         least = min(node["Resources"]["CPU"] for node in self.nodes)
@@ -60,9 +59,8 @@ class NodeChoice:
 
 
 def choose_nodes(nodes: Sequence[Mapping[str, Any]], num_hosts: int | None, devices_per_host: int | None) -> NodeChoice:
-    """The `num_hosts` nodes with the most devices, each with `devices_per_host` devices.
-
-    None is as in `HostRequest`. Raises ShardingError if there are too few.
+    """The `num_hosts` nodes with the most devices, each with `devices_per_host`. None is as in `HostRequest`. Raises
+    ShardingError if there are too few.
     """
     # The first of GPUs, virtual CPU devices and CPUs that any node has.
     alive = [node for node in nodes if node["Alive"]]
@@ -79,7 +77,7 @@ def choose_nodes(nodes: Sequence[Mapping[str, Any]], num_hosts: int | None, devi
             "Pass a smaller `num_hosts` to `minialpa.init`, or start more nodes with `ray start`."
         )
 
-    # Every host gives the same number of devices. Virtual devices may share CPUs.
+    # Virtual devices may share CPUs.
     chosen = tuple(with_devices[:n_hosts])
     least = int(min(node["Resources"][resource] for node in chosen))
     per_host = devices_per_host or least
@@ -99,7 +97,7 @@ def nodes_to_restart_on(
     available: Mapping[str, Mapping[str, float]],
     held: Collection[str] = (),
 ) -> list[Mapping[str, Any]]:
-    """The nodes of which a restarted session may have `devices_per_host` devices, or all devices without a number.
+    """The nodes that a restarted session may have.
 
     Args:
         resource: the resource of the ended session: a session on GPUs does not restart on CPUs.
@@ -128,10 +126,8 @@ def ip_key(ip: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRequest:
-    """The hosts that a session requests. None stands for all hosts, and for as many devices as every host has.
-
-    A restarted session has the `resource` and the nodes that the ended session `held`, and takes fewer hosts if there
-    are fewer.
+    """None stands for all hosts, and for as many devices as every host has. A restarted session has the `resource` and
+    the nodes that the ended session `held`, and takes fewer hosts if there are fewer.
     """
 
     num_hosts: int | None
@@ -142,7 +138,7 @@ class HostRequest:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A reserved host. `bundle` is its number in the placement group."""
+    """`bundle` is its number in the placement group."""
 
     node_id: str
     ip: str
@@ -171,7 +167,7 @@ def n_available(requested: HostRequest) -> int:
 
 
 def reserve(requested: HostRequest) -> Reservation:
-    """Reserve hosts when they become free. Raises MinialpaError after `_RESERVE_TIMEOUT_S`."""
+    """Reserve hosts when they are free. Raises MinialpaError after `_RESERVE_TIMEOUT_S`."""
     deadline = time.monotonic() + _RESERVE_TIMEOUT_S
     while True:
         choice = _choose_for_restart(requested) if requested.resource else _choose_for_new_session(requested)
@@ -205,7 +201,7 @@ def _choose_for_new_session(requested: HostRequest) -> NodeChoice:
 
 
 def _choose_for_restart(requested: HostRequest) -> NodeChoice:
-    """The nodes for a restarted session, once the ended session has left its nodes, or after `_FREE_TIMEOUT_S`."""
+    """Choose once the ended session has left its nodes, or after `_FREE_TIMEOUT_S`."""
     nodes = nodes_that_answer(_PROBE_S)
     deadline = time.monotonic() + _FREE_TIMEOUT_S
     usable = _usable_nodes(nodes, requested)
@@ -225,7 +221,7 @@ def _choose_for_restart(requested: HostRequest) -> NodeChoice:
 
 
 def _usable_nodes(nodes: Sequence[Mapping[str, Any]], requested: HostRequest) -> list[Mapping[str, Any]]:
-    """The nodes that are free, or will be after the end of the session that holds them."""
+    """Free now, or after the end of the session that holds them."""
     assert requested.resource is not None
     return nodes_to_restart_on(
         nodes,

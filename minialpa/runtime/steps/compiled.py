@@ -1,4 +1,4 @@
-"""Compiles functions of a program: functions with types and shardings go in, callables on a mesh come out."""
+"""Functions with types and shardings go in, callables on a mesh come out."""
 
 from __future__ import annotations
 
@@ -23,18 +23,13 @@ from minialpa.runtime.steps.step_trace import flagged
 #: which they never have. Calls of the jitted function pack and unpack them.
 _NARROW = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
-#: One in so many calls of a `PacedCall` waits. Twice as many are half of XLA's limit.
+#: One in so many calls of a `PacedCall` waits.
 _PERIOD = 8
 
 
 @dataclass(frozen=True, eq=False)
 class LoweredFunction:
-    """A function that XLA can compile.
-
-    Attributes:
-        jitted: the function under `jax.jit`.
-        outside: types, shardings, devices and donated arguments, which the text lacks or which make it long.
-    """
+    """outside: types, shardings, devices and donated arguments, which the text lacks or which make it long."""
 
     jitted: Any
     lowered: Any
@@ -43,9 +38,8 @@ class LoweredFunction:
 
     @functools.cached_property
     def text(self) -> str | None:
-        """StableHLO with all constants; None if the text does not determine the function.
-
-        It names callbacks into Python by number, and lacks constants that jax passes as additional arguments.
+        """StableHLO; None if the text does not determine the function: it names callbacks into Python by number, and
+        lacks constants that jax passes as arguments.
         """
         text: str = self.lowered.as_text()
         parameters = text[text.index("@main(") :].partition("->")[0]
@@ -68,11 +62,10 @@ def lower(
     compiler_options: Sequence[tuple[str, bool]] = (),
     with_flag: bool = False,
 ) -> LoweredFunction:
-    """Jit `function` for a mesh, and lower it for arguments of the types `avals`. It returns a sequence of outputs.
+    """Lower `function`, which returns a sequence of outputs, for a mesh.
 
-    Args:
-        donated: positions of the inputs whose buffers the outputs may reuse.
-        with_flag: add the output by which traced steps see the end of a call (`step_trace.flagged`).
+    donated: positions of donated inputs.
+    with_flag: add the output by which traced steps see the end of a call (`step_trace.flagged`).
     """
     flag = (NamedSharding(mesh, PartitionSpec()),) if with_flag else ()
     out_shardings = (*out_shardings, *flag)
@@ -93,7 +86,7 @@ def lower(
 def compile_all(lowered: Iterable[LoweredFunction], note: Callable[[int], object] = int) -> list[Any]:
     """Compile lowered functions, equal ones once, in other threads. `note` gets the number of compiled ones.
 
-    Lowering holds Python's interpreter lock, compiling does not: an iterable that lowers one by one overlaps with it.
+    Compiling does not hold Python's interpreter lock: an iterable that lowers one by one overlaps with it.
     """
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         known: dict[Hashable, list[tuple[LoweredFunction, Future[Any]]]] = defaultdict(list)
@@ -119,7 +112,7 @@ def allocation_size(compiled: Any) -> int:
 
 
 def function_seconds(compiled: Any, repeats: int) -> float:
-    """Median seconds of a call on zeros, from ready arguments to ready results, after one call to warm up.
+    """Median seconds of a call on zeros, after one call to warm up.
 
     The processes of one mesh must measure the same function at the same time.
     """
@@ -136,7 +129,7 @@ def function_seconds(compiled: Any, repeats: int) -> float:
 
 
 def _compile(jitted: Any, lowered: Any) -> Any:
-    """The compiled function: a `NarrowCall` for narrow dtypes, a `PacedCall` on several CPU devices."""
+    """A `NarrowCall` for narrow dtypes, a `PacedCall` on several CPU devices."""
     avals = jax.tree.leaves(lowered.in_avals)
     if any(str(aval.dtype) in _NARROW for aval in avals):
         return NarrowCall(jitted, lowered)
@@ -146,28 +139,27 @@ def _compile(jitted: Any, lowered: Any) -> Any:
 
 
 def paced(function: Any, devices: Collection[jax.Device]) -> Any:
-    """`function`, as a `PacedCall` if it runs on several CPU devices."""
     if len(devices) < 2 or any(device.platform != "cpu" for device in devices):
         return function
     return PacedCall(function)
 
 
 class PacedCall:
-    """A compiled function for several CPU devices, of which only the last few calls are unfinished.
+    """A function for several CPU devices, of which only the last few calls are unfinished.
 
     XLA runs all devices of a process on one pool of threads, and at most 32 calls on a device at a time. A further call
     keeps a thread while it waits for its turn. If all threads wait, some for a turn and others in a collective for a
     device without a thread, they wait for ever.
 
     A wait takes as long as a short call, so only every `_PERIOD`-th call waits, for the previous call that waited. XLA
-    finishes calls for several devices in the order of issue, so all earlier calls are then finished as well. At most `2
-    * _PERIOD` calls are unfinished, and one more for each thread at the lock.
+    finishes calls for several devices in the order of issue. So at most `2 * _PERIOD` calls are unfinished, half of
+    XLA's limit, and one more for each thread at the lock.
     """
 
     _lock = threading.Lock()
-    #: Over all functions of the process, which share the pool.
+    #: Over all functions, which share the pool.
     _n_calls: ClassVar[int] = 0
-    #: The last result of the last call that waited: usually the loss, which later calls do not take over.
+    #: Last result of the last call that waited: usually the loss, which later calls do not take over.
     _marker: ClassVar[Any] = None
 
     def __init__(self, compiled: Any) -> None:
@@ -180,7 +172,7 @@ class PacedCall:
             if PacedCall._n_calls % _PERIOD:
                 return results
             earlier, PacedCall._marker = PacedCall._marker, results[-1]
-            # A later call may have taken over the earlier result. No call has the new one yet.
+            # A later call may have taken over the earlier result.
             if earlier is not None and not _await(earlier):
                 _await(PacedCall._marker)
         return results
@@ -190,10 +182,7 @@ class PacedCall:
 
 
 def _await(result: Any) -> bool:
-    """Wait until a result is computed; False if another call has taken it over, and this call may be unfinished.
-
-    Errors of the call are raised where its results are read.
-    """
+    """False if another call has taken the result over. Errors of the call are raised where its results are read."""
     # Not `is_ready`, which crashes for a buffer that was taken over.
     try:
         result.block_until_ready()
@@ -203,10 +192,7 @@ def _await(result: Any) -> bool:
 
 
 class NarrowCall:
-    """A function of arrays with narrow elements. Its first call compiles it.
-
-    The methods of `jax.stages.Compiled` compile it a second time, for inspection.
-    """
+    """The first call compiles; methods of `jax.stages.Compiled` compile a second time, for inspection."""
 
     def __init__(self, jitted: Any, lowered: Any) -> None:
         self._jitted, self._lowered = jitted, lowered

@@ -1,13 +1,12 @@
-"""The interpreter of both runtimes: runs the instructions of a program on numbered buffers.
+"""Runs the instructions of a program on numbered buffers.
 
     instruction                     buffers after it; before the first, {0: x, 1: w}
     Run(function f, [0, 1], [2])    {0: x, 1: w, 2: y}
     Transfer(2, 3, mesh 1, spec)    {0: x, 1: w, 2: y, 3: y on mesh 1}
     Free([0, 2])                    {1: w, 3: y on mesh 1}
 
-`Run`, `Accumulate` and `Free` mean the same in one process and on a worker. A back end moves arrays between meshes:
-`local.DevicePuts` in one process, `exchange.Exchange` on a worker. At load, each instruction becomes an `Action`, which
-a step calls.
+A back end moves arrays between meshes: `local.DevicePuts` in one process, `exchange.Exchange` on a worker. At load,
+each instruction becomes an `Action`, which a step calls.
 """
 
 from __future__ import annotations
@@ -28,30 +27,29 @@ Action = Callable[[Buffers], None]
 
 
 class Backend(Protocol):
-    """The part of a runtime that moves arrays between meshes."""
+    """Moves arrays between meshes."""
 
     def action(self, instruction: Any) -> Action:
-        """The action of an instruction that the interpreter does not know."""
+        """For an instruction that the interpreter does not know."""
 
     def settle(self, buffers: Sequence[int]) -> None:
-        """Wait until no send reads these buffers, because a function is about to take over their memory."""
+        """Wait until no send reads these buffers: a function is about to take over their memory."""
 
     def describe(self, instruction: Any) -> str:
-        """The other mesh of an instruction, as text for messages: "to stage 1"."""
+        """The other mesh, for messages: "to stage 1"."""
 
     def note(
         self, trace: StepTrace, instruction: Any, buffers: Buffers, *, name: str, begun_s: float, issued_s: float
     ) -> None:
-        """Add notes on an instruction of any kind, which was just issued, to a trace.
+        """Add notes on an instruction that was just issued.
 
-        Args:
-            begun_s, issued_s: when the interpreter reached it, and when `settle` had ended, by `time.perf_counter`.
+        begun_s, issued_s: when the interpreter reached it, and when `settle` had ended, by `time.perf_counter`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """A function of the program. `donated` has the positions of donated inputs."""
+    """`donated` has the positions of donated inputs."""
 
     mesh: int
     name: str
@@ -77,9 +75,7 @@ class Interpreter:
         compile_flagged: Callable[[], Sequence[Any]],
         backend: Backend,
     ) -> None:
-        """compile_flagged: compiles the functions for traced steps, each with `step_trace.flagged`'s additional result.
-        Called once.
-        """
+        """compile_flagged: compiles the functions for traced steps (`step_trace.flagged`). Called once."""
         self.instructions, self.callees, self.compiled = tuple(instructions), tuple(callees), compiled
         self.position = -1
         self._backend = backend
@@ -88,7 +84,7 @@ class Interpreter:
         self._actions = [self._action(instruction, compiled) for instruction in self.instructions]
 
     def run(self, buffers: Buffers, trace: StepTrace | None = None) -> None:
-        """Run a step on the buffers of its inputs and constants. Afterwards they hold its results."""
+        """Run a step: `buffers` hold inputs and constants, afterwards the results."""
         actions = self._actions if trace is None else self._traced_actions(trace)
         for i, action in enumerate(actions):
             self.position = i
@@ -144,7 +140,7 @@ class Interpreter:
 
         def traced(buffers: Buffers) -> None:
             begun_s = time.perf_counter()
-            # Not in the action, because a function does not run while the thread waits for a send.
+            # Not in the action: a function does not run while the thread waits for a send.
             self._backend.settle(overwritten)
             issued_s = time.perf_counter()
             action(buffers)

@@ -1,4 +1,4 @@
-"""Measures the times of a step: notes of issued instructions go in, a timeline of tasks comes out.
+"""Notes of issued instructions go in, a timeline of tasks comes out.
 
 jax returns before devices are done. So a traced step runs each function with an additional result, a flag that is ready
 when the others are (`flagged`), and one thread per track waits for the flags.
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 
 from minialpa.support.perfetto import Event, interval, thread_name
 
-#: The track of functions on devices. Other tracks show transfers, or the instructions of a worker.
+#: Other tracks show transfers, or the instructions of a worker.
 FUNCTIONS = "functions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTime:
-    """A function, instruction or transfer of a step on one host. Tasks on one track of a mesh and host do not overlap.
+    """A function, instruction or transfer. Tasks on one track of a mesh and host do not overlap.
 
     Attributes:
         start_s, stop_s: seconds since the first task of the step (`from_start`).
@@ -42,12 +42,12 @@ class TaskTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Note:
-    """A task of a step, perhaps unfinished.
+    """A task, perhaps unfinished.
 
     Attributes:
         issued_s: the earliest start.
-        done: the end, or None if its array was donated before the end was seen.
-        reads, writes: numbers of the buffers that the task reads and fills.
+        done: the end, or None if its array was donated before.
+        reads, writes: numbers of buffers.
     """
 
     mesh: int
@@ -61,7 +61,7 @@ class _Note:
 
 
 class StepTrace:
-    """The notes of one step in one process on `host`. The step begins when this is made."""
+    """The step begins when this is made."""
 
     def __init__(self, host: int = 0) -> None:
         self.host = host
@@ -82,7 +82,6 @@ class StepTrace:
         return call
 
     def take_flag(self) -> Any:
-        """The flag of the last `watched` call, once."""
         flag, self._flag = self._flag, None
         return flag
 
@@ -119,13 +118,13 @@ class StepTrace:
         self._notes.append(note)
 
     def note(self, mesh: int, track: str, name: str, start_s: float) -> None:
-        """Note a task of the calling thread, from `start_s` (of `time.perf_counter`) until the present."""
+        """A task of this thread, from `start_s` (of `time.perf_counter`) until the present."""
         done = Future[float | None]()
         done.set_result(time.perf_counter())
         self._notes.append(_Note(mesh=mesh, track=track, name=name, issued_s=start_s, done=done))
 
     def tasks(self) -> list[TaskTime]:
-        """All notes in order, after the last has ended. Times are seconds of this host's clock."""
+        """In order, after the last has ended. Times are seconds of this host's clock."""
         # When the last task of each track has ended, and when each buffer is ready.
         free: dict[tuple[int, str], float] = defaultdict(float)
         ready: dict[int, float] = {}
@@ -156,12 +155,10 @@ class StepTrace:
 
 
 def flagged(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """`function` with an additional result that is ready when the others are."""
     return lambda *args: (*function(*args), jnp.bool_(True))
 
 
 def from_start(tasks: Iterable[TaskTime]) -> tuple[TaskTime, ...]:
-    """The tasks in order of start. Their times count from the first start."""
     ordered = sorted(tasks, key=lambda task: (task.start_s, task.stop_s))
     first_s = ordered[0].start_s if ordered else 0.0
     return tuple(
@@ -172,7 +169,7 @@ def from_start(tasks: Iterable[TaskTime]) -> tuple[TaskTime, ...]:
 def task_events(tasks: Sequence[TaskTime], first_thread: int = 0) -> list[Event]:
     """Events for Perfetto: a process for each mesh, with a thread for each track of each host, from `first_thread` on.
 
-    The calls of a function are counted from 0. For passes, the count is the micro-batch.
+    Calls of a function are counted from 0: for passes, the micro-batch.
     """
     tracks = sorted({(t.mesh, t.host, t.track) for t in tasks}, key=lambda x: (x[0], x[1], x[2] != FUNCTIONS, x[2]))
     threads = {track: first_thread + number for number, track in enumerate(tracks)}
@@ -203,7 +200,7 @@ def task_events(tasks: Sequence[TaskTime], first_thread: int = 0) -> list[Event]
 
 
 def _ready_s(array: Any) -> float | None:
-    """The time when an array is ready; None if it was donated before that was seen."""
+    """None if the array was donated before."""
     try:
         array.block_until_ready()
     except RuntimeError:

@@ -1,4 +1,1 @@
-"""Messages between workers: parts of arrays go in under a tag, and arrive at a peer. See README.md.
-
-No module here knows programs or Ray.
-"""
+"""Messages between workers: parts of arrays go in under a tag, and arrive at a peer. See README.md."""

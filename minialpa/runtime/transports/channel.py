@@ -1,9 +1,8 @@
 """The connection of two workers: it sends messages to one peer, and puts the peer's messages into the mailbox.
 
-It carries frames: a header of fixed size, then the bytes of a message. A reader thread reads every frame at once, so a
-peer that sends never waits for the program here. A writer thread sends queued messages. While the writer is idle, the
-caller itself writes small messages that are ready, as far as the socket takes them without blocking, because waking a
-thread takes longer than the copy.
+It carries frames: a header, then the bytes of a message. A reader thread reads every frame at once, so a sending peer
+never waits. A writer thread sends queued messages. While it is idle, the caller itself writes small ready messages, as
+far as the socket takes them without blocking, because waking a thread takes longer than the copy.
 
 If the connection breaks or a message cannot be sent, the mailbox fails with a WorkerError that names the peer.
 """
@@ -71,7 +70,7 @@ class Channel:
         self._mailbox = mailbox
         self._closing = False
 
-        # Unfinished sends of the writer. While there are any, only the writer writes: messages stay whole and in order.
+        # Unfinished sends. While there are any, only the writer writes: messages stay whole and in order.
         self._lock = threading.Lock()
         self._n_unfinished = 0
         self._queue: SimpleQueue[_QueuedMessage | None] = SimpleQueue()
@@ -85,7 +84,6 @@ class Channel:
             thread.start()
 
     def send(self, tag: int, parts: Sequence[Part]) -> Future[None]:
-        """Send parts in the background (`Transport.send`)."""
         sent: Future[None] = Future()
         sent.set_running_or_notify_cancel()
         send = _QueuedMessage(tag, tuple(parts), sent)
@@ -98,18 +96,18 @@ class Channel:
         return sent
 
     def say_goodbye(self) -> None:
-        """Have the writer send a goodbye after all queued messages."""
+        """Queue a goodbye."""
         with self._lock:
             self._closing = True
             self._n_unfinished += 1
             self._queue.put(None)
 
     def close(self, flush_s: float) -> None:
-        """After `say_goodbye`: wait up to `flush_s` seconds for the writer, then end connection and threads."""
+        """Wait up to `flush_s` seconds for the writer, then end connection and threads."""
         writer, reader = self._threads
         writer.join(flush_s)
         shut(self._socket)
-        # A writer that waits for jax to compute an array cannot be woken. It ends once the array is ready.
+        # A writer that waits for an array of jax cannot be woken.
         writer.join(_JOIN_S)
         reader.join(_JOIN_S)
         self._socket.close()
@@ -134,7 +132,7 @@ class Channel:
             send.sent.set_result(None)
 
     def _write_quickly(self, send: _QueuedMessage) -> _QueuedMessage | None:
-        """Write what the socket takes without blocking; returns a message with the other bytes, or None."""
+        """Write without blocking; returns a message with the other bytes, if any."""
         with self._reporting(send):
             data = b"".join(_encoded(send))
             try:
@@ -148,7 +146,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _reporting(self, send: _QueuedMessage) -> Iterator[None]:
-        """Turn errors in this context into the error of `send.sent` and of the mailbox."""
+        """Errors become the error of `send.sent` and the mailbox."""
         try:
             self._mailbox.check()
             yield
@@ -160,7 +158,7 @@ class Channel:
     def _send_error(self, tag: int, error: BaseException) -> WorkerError:
         failure = WorkerError(f"Arrays for worker {self._peer} were not sent (tag {tag}). {str(error) or repr(error)}")
         failure.__cause__ = error
-        # A peer that has closed its transport takes no more messages, without a failure of the others.
+        # A closed peer takes no more messages, without a failure of the others.
         if not self._closing and not self._mailbox.has_left(self._peer):
             self._mailbox.fail(failure)
         return failure
@@ -168,14 +166,13 @@ class Channel:
     # Reading
 
     def _read_all(self) -> None:
-        """The reader thread: puts messages into the mailbox until the goodbye."""
         try:
             while self._read_frame():
                 pass
             self._mailbox.leave(self._peer)
         except Exception as error:
             if not self._closing:
-                # The peer ends the connection without a goodbye when it dies, and also when its transport fails.
+                # The peer has died, or its transport has failed.
                 why = (
                     "Its process has ended, or failed."
                     if isinstance(error, EOFError | OSError)
@@ -185,7 +182,7 @@ class Channel:
                 shut(self._socket)  # Wakes the writer.
 
     def _read_frame(self) -> bool:
-        """Read one message into the mailbox. Returns False for a goodbye."""
+        """Returns False for a goodbye."""
         header = np.empty(_FRAME.size, np.uint8)
         self._fill(header)
         magic, kind, digest, tag, size_bytes = _FRAME.unpack(header.data)
@@ -204,7 +201,7 @@ class Channel:
                 raise ProtocolError(f"it sent a frame of kind {kind}")
 
     def _fill(self, target: Bytes) -> None:
-        """Fill `target` from the socket. Raises EOFError where the connection ends."""
+        """Raises EOFError where the connection ends."""
         view = target.data
         while view.nbytes:
             n_received = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
@@ -214,7 +211,6 @@ class Channel:
 
 
 def _encoded(send: _QueuedMessage) -> Iterator[bytes | memoryview]:
-    """The frame header and the bytes of a message. Waits until the arrays are ready."""
     arrays = [_view(part) for part in send.parts]
     layout = lay_out(tuple(ExpectedPart(array.shape, array.dtype) for array in arrays))
     yield _FRAME.pack(_MAGIC, FrameKind.MESSAGE, layout.digest, send.tag, layout.size_bytes)
@@ -227,36 +223,34 @@ def _encoded(send: _QueuedMessage) -> Iterator[bytes | memoryview]:
 
 
 def _view(part: Part) -> np.ndarray[Any, Any]:
-    """The elements that a part sends, once they are ready. A jax array on CPU is viewed, not copied."""
+    """Waits for the array. A jax array on CPU is viewed, not copied."""
     array = np.asarray(part.array)
     return array if part.index is None else array[part.index]
 
 
 def _is_quick(parts: Sequence[Part]) -> bool:
-    """Whether the caller itself may write the parts."""
     return sum(part.array.nbytes for part in parts) <= QUICK_BYTES and all(_is_ready(part.array) for part in parts)
 
 
 def _is_ready(array: Any) -> bool:
-    """Whether `_view` returns at once. For a deleted array it raises at once."""
+    """Whether `_view` returns, or for a deleted array raises, at once."""
     return isinstance(array, np.ndarray) or array.is_deleted() or array.is_ready()
 
 
 def _as_unsigned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The memory of `array` as unsigned integers: NumPy copies foreign dtypes, such as bfloat16, element by element."""
+    """As unsigned integers, since NumPy copies foreign dtypes, such as bfloat16, element by element."""
     size = array.dtype.itemsize
     return array.view(f"u{size}") if size in (1, 2, 4, 8) else array
 
 
 def _aligned(size_bytes: int) -> Bytes:
-    """New memory that begins at a multiple of ALIGNMENT."""
     padded = np.empty(size_bytes + ALIGNMENT, np.uint8)
     start = -padded.ctypes.data % ALIGNMENT
     return padded[start : start + size_bytes]
 
 
 def _tune(sock: socket.socket) -> None:
-    """Make TCP send at once, and detect within 30 seconds that the other machine is gone."""
+    """Send at once; detect within 30 seconds that the other machine is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):

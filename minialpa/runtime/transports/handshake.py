@@ -1,15 +1,13 @@
 """Connections of workers that prove to each other that they know the session's secret.
 
-A `Listener` accepts connections over TCP, and `connect` makes them. Each side sends a MAC over the numbers and nonces
-of both, and reads no other data before it has checked the peer's MAC:
+Each side sends a MAC over the numbers and nonces of both, and reads no other data before it has checked the peer's MAC:
 
     connector -> listener   hello: magic, connector, listener, nonce
     listener -> connector   nonce, MAC(secret, "listener", hello, nonce)
     connector -> listener   MAC(secret, "connector", hello, nonce)
     listener -> connector   welcome
 
-Until then, a peer is *pending*. The listener has a thread for each pending peer, and drops failed ones without an
-answer.
+Until then, a peer is *pending*. The listener drops failed ones without an answer.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ class Listener:
     """The socket at which worker `number` listens on `host`, until `close`. Pending peers do not delay each other.
 
     Attributes:
-        authenticated: number and socket of each peer that has proven the secret. The thread that takes a socket from
-            this queue owns it.
+        authenticated: number and socket of each peer that has proven the secret. The thread that takes a socket owns
+            it.
     """
 
     def __init__(self, secret: bytes, number: int, host: str) -> None:
@@ -61,7 +59,6 @@ class Listener:
         self.authenticated: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         self._secret, self._number = secret, number
 
-        # These change under the lock.
         self._lock = threading.Lock()
         self._pending: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
@@ -73,7 +70,7 @@ class Listener:
         self._start(self._accept, self._server_socket)
 
     def close(self) -> None:
-        """Stop listening, drop pending peers and end the threads. Authenticated peers stay connected."""
+        """Authenticated peers stay connected."""
         with self._lock:
             self._closed = True
             threads = tuple(self._threads)
@@ -89,7 +86,7 @@ class Listener:
         thread.start()
 
     def _accept(self, server_socket: socket.socket) -> None:
-        """The thread that accepts connections until `close`. A thread of its own authenticates each."""
+        """A thread of its own authenticates each connection."""
         while True:
             try:
                 pending, _ = server_socket.accept()
@@ -122,10 +119,9 @@ class Listener:
 
 
 def connect(address: Address, *, secret: bytes, number: int, peer: int, deadline: float) -> socket.socket:
-    """Connect worker `number` to worker `peer`, which listens at `address`. The caller owns the socket.
+    """Connect worker `number` to worker `peer`, which listens at `address`.
 
-    Retries until `deadline` (of `time.monotonic`), then raises WorkerError. Raises it at once if the listener has
-    another secret.
+    Retries until `deadline` (of `time.monotonic`), then raises WorkerError; at once if the listener has another secret.
     """
     while True:
         sock = None
@@ -152,9 +148,7 @@ def connect(address: Address, *, secret: bytes, number: int, peer: int, deadline
 
 
 def receive_exactly(sock: socket.socket, n_bytes: int, deadline: float | None = None) -> bytes:
-    """The next `n_bytes` of a socket. Raises EOFError if the connection closes before, TimeoutError after
-    `deadline`.
-    """
+    """Raises EOFError if the connection closes before, TimeoutError after `deadline`."""
     data = bytearray()
     while len(data) < n_bytes:
         if deadline is not None:
@@ -167,7 +161,7 @@ def receive_exactly(sock: socket.socket, n_bytes: int, deadline: float | None = 
 
 
 def _prove(sock: socket.socket, *, secret: bytes, number: int, peer: int, deadline: float) -> None:
-    """The connector's side of the handshake. Raises WorkerError if the listener has another secret."""
+    """The connector's side. Raises WorkerError if the listener has another secret."""
     hello = _HELLO.pack(_MAGIC, number, peer, secrets.token_bytes(_NONCE_BYTES))
     sock.settimeout(max(1e-3, deadline - time.monotonic()))
     sock.sendall(hello)
@@ -187,7 +181,7 @@ def _prove(sock: socket.socket, *, secret: bytes, number: int, peer: int, deadli
 
 
 def _answer(sock: socket.socket, secret: bytes, number: int, deadline: float) -> int | None:
-    """The listener's side of the handshake: the number of the peer, or None if it does not prove the secret."""
+    """The listener's side: the number of the peer, or None if it does not prove the secret."""
     hello = receive_exactly(sock, _HELLO.size, deadline)
     magic, peer, addressee, _ = _HELLO.unpack(hello)
     if magic != _MAGIC or addressee != number:
@@ -209,6 +203,6 @@ def _mac(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def shut(sock: socket.socket) -> None:
-    """End the connection in both directions, which wakes the threads that block on the socket."""
+    """Wakes the threads that block on the socket."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

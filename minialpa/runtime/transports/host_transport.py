@@ -26,8 +26,8 @@ _FLUSH_S = 2.0
 class HostTransport:
     """The transport of worker `number`. Make it, send all peers its `address`, then call `connect`.
 
-    It listens only on `host`, the address of this machine that peers connect to. Its threads need Python's interpreter
-    a few times for each message: `OwnProcess.start_jax` lowers the time that each of these takes.
+    It listens only on `host`. Its threads need Python's interpreter a few times for each message:
+    `OwnProcess.start_jax` shortens each time.
     """
 
     def __init__(self, secret: bytes, number: int, host: str = "127.0.0.1") -> None:
@@ -42,10 +42,10 @@ class HostTransport:
         return self._listener.address
 
     def connect(self, addresses: Sequence[Address], timeout_s: float = 60.0) -> None:
-        """Connect to all peers: worker i is at `addresses[i]`. Raises WorkerError after `timeout_s` seconds.
+        """Worker i is at `addresses[i]`. Raises WorkerError after `timeout_s` seconds.
 
-        Every worker connects to peers with higher numbers and accepts the others. All listen from the start until here,
-        so no worker waits for another to reach this call.
+        Every worker connects to peers with higher numbers and accepts the others. All listen from the start, so no
+        worker waits for another to reach this call.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -66,16 +66,13 @@ class HostTransport:
             self._listener.close()
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
-        """Send parts in the background (`Transport.send`)."""
         self.mailbox.check()
         return self._channel(peer).send(tag, parts)
 
     def receive(
         self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float
     ) -> list[np.ndarray[Any, Any]]:
-        """Wait for a message (`Transport.receive`). The arrays are aligned to ALIGNMENT, and share the memory of the
-        message.
-        """
+        """The arrays are aligned to ALIGNMENT, and share the memory of the message."""
         message = self.take(peer, tag, timeout_s)
         layout = lay_out(tuple(expected))
         if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):
@@ -90,15 +87,15 @@ class HostTransport:
         ]
 
     def take(self, peer: int, tag: int, timeout_s: float | None) -> ReceivedBytes:
-        """The bytes of a message. Waits as `receive` does, or for ever if `timeout_s` is None."""
+        """Waits for ever if `timeout_s` is None."""
         self._channel(peer)
         return self.mailbox.take(peer, tag, timeout_s)
 
     def close(self) -> None:
-        """Close all connections (`Transport.close`). Waits up to `_FLUSH_S` seconds for sends under way."""
+        """Waits up to `_FLUSH_S` seconds for sends under way."""
         self._listener.close()
 
-        # Each sends its goodbye before the first closes, so that they share the time.
+        # All send their goodbye first, so that they share the time.
         for channel in self._channels.values():
             channel.say_goodbye()
         deadline = time.monotonic() + _FLUSH_S
@@ -111,7 +108,7 @@ class HostTransport:
         self.mailbox.fail(WorkerError(f"Worker {self.number} has closed its connections to other workers."))
 
     def _add(self, peer: int, sock: socket.socket) -> None:
-        # A second connection of one worker can only be a mistake: the first one stays.
+        # A second connection of one worker is a mistake: the first one stays.
         if peer in self._channels or peer == self.number:
             sock.close()
             return

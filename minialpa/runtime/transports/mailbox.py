@@ -1,7 +1,4 @@
-"""The mailbox of a transport: it keeps messages until they are taken, and an error ends all waits.
-
-Threads that read from peers `put` messages; threads of the program `take` them, in any order.
-"""
+"""The mailbox of a transport keeps messages until they are taken, in any order; an error ends all waits."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ T = TypeVar("T")
 
 
 class ProtocolError(Exception):
-    """A peer breaks the protocol. The message ends a sentence, as in "it sent two messages 3"."""
+    """The message ends a sentence, as in "it sent two messages 3"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceivedBytes:
-    """The bytes of a message, aligned to ALIGNMENT, and the sender's `Layout.digest`."""
+    """Bytes aligned to ALIGNMENT, and the sender's `Layout.digest`."""
 
     payload: Bytes
     digest: int
 
 
 class Mailbox(Generic[T]):
-    """Messages of type T at worker `number` that are not taken yet, by peer and tag."""
+    """Messages at worker `number` that are not taken yet, by peer and tag."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -40,7 +37,7 @@ class Mailbox(Generic[T]):
         self._has_failed = threading.Event()
 
     def put(self, peer: int, tag: int, message: T) -> None:
-        """Keep a message of `peer`. Raises ProtocolError if a message with this tag is there."""
+        """Raises ProtocolError if a message with this tag is there."""
         with self._changed:
             if (peer, tag) in self._messages:
                 raise ProtocolError(f"it sent two messages with tag {tag}")
@@ -50,7 +47,7 @@ class Mailbox(Generic[T]):
     def take(self, peer: int, tag: int, timeout_s: float | None) -> T:
         """Wait for a message and remove it. With `timeout_s` None, wait for ever.
 
-        Raises WorkerError if it does not come in time, if `peer` has closed its transport, or after `fail`.
+        Raises WorkerError after this time, if `peer` has closed its transport, or after `fail`.
         """
         with self._changed:
             self._changed.wait_for(
@@ -75,13 +72,13 @@ class Mailbox(Generic[T]):
         )
 
     def leave(self, peer: int) -> None:
-        """Note that `peer` has closed its transport. Its earlier messages can still be taken."""
+        """`peer` has closed its transport. Its earlier messages can still be taken."""
         with self._changed:
             self._departed.add(peer)
             self._changed.notify_all()
 
     def fail(self, error: WorkerError) -> None:
-        """Drop all messages. From now on, every call raises `error`, or an earlier error if there is one."""
+        """Drop all messages. From now on, every call raises the first error."""
         with self._changed:
             self._error = self._error or error
             self._messages.clear()

@@ -1,4 +1,4 @@
-"""The transport between GPUs: jax arrays from device to device by NCCL, through CuPy.
+"""The transport between GPUs: jax arrays by NCCL, through CuPy.
 
 Each *device link*, from a device of one worker to a device of another, has a communicator of two ranks. NCCL matches
 sends and receives by their order, and its kernels occupy the GPU while they wait for the other rank. So neither rank
@@ -10,8 +10,8 @@ posts a transfer before both are ready:
 Hence a program may receive tags in any order, both ranks of a communicator see one order, and no kernel waits for a
 busy worker.
 
-A failure aborts all communicators, which ends kernels that wait for a peer; then every call raises a WorkerError. NCCL
-gets addresses and numbers of bytes, so every dtype works. Received arrays are in jax's memory pool, and may be donated.
+A failure aborts all communicators, which ends waiting kernels; then every call raises a WorkerError. NCCL gets
+addresses and numbers of bytes, so every dtype works. Received arrays are in jax's memory pool, and may be donated.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from minialpa.runtime.transports.mailbox import Mailbox
 from minialpa.runtime.transports.transport import ExpectedPart, Part
 from minialpa.support.private_jax import memory_of
 
-#: Seconds to wait for the id of a communicator from the peer.
+#: Seconds to wait for the id of a communicator.
 _SETUP_TIMEOUT_S = 120.0
 _FLUSH_S = 2.0
 #: Tag of the first announcement to a peer on the host transport; later tags count up. Smaller tags are numbers of
-#: links, for the ids of their communicators.
+#: links.
 _FIRST_ANNOUNCEMENT = 1 << 62
 
 
@@ -56,10 +56,7 @@ class DeviceLink:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedSend:
-    """A message for the writer thread of a peer: arrays, each on one device and with its link.
-
-    `sent` is done when NCCL has sent the arrays or has failed to.
-    """
+    """`sent` is done when NCCL has sent the arrays or has failed to."""
 
     tag: int
     arrays: tuple[jax.Array, ...]
@@ -70,12 +67,12 @@ class _QueuedSend:
 class NcclTransport:
     """The transport between the GPUs `devices` of this worker and the GPUs of its peers.
 
-    Making one blocks until the peers make theirs, all in the sorted order of the links, without deadlock. The launcher
-    has to detect a peer that dies meanwhile.
+    Making one blocks until the peers make theirs, in the sorted order of the links, without deadlock. The launcher has
+    to detect a peer that dies meanwhile.
 
     Args:
         control: a connected host transport, which this transport closes.
-        links: all links between any workers, equal at each worker. Each takes time to set up, and memory of two GPUs.
+        links: all links between any workers. Each takes time to set up, and memory of two GPUs.
     """
 
     def __init__(self, control: HostTransport, devices: Sequence[jax.Device], links: Sequence[DeviceLink]) -> None:
@@ -85,7 +82,6 @@ class NcclTransport:
         self._mailbox = Mailbox[list[jax.Array]](control.number)
         self._closing = False
 
-        # The thread that ends the communicators takes them out of this dictionary, under the lock.
         self._lock = threading.Lock()
         self._ends: dict[DeviceLink, Endpoint] = {}
         for i, link in enumerate(sorted(set(links))):
@@ -100,7 +96,7 @@ class NcclTransport:
         self._watcher = self._start(self._watch)
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
-        """Send parts in the background (`Transport.send`). Slices are copied on the device of their array."""
+        """Slices are copied on the device of their array."""
         self._mailbox.check()
         if peer not in self._queues:
             raise WorkerError(
@@ -126,7 +122,7 @@ class NcclTransport:
         return sent
 
     def receive(self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float) -> list[jax.Array]:
-        """Wait for a message (`Transport.receive`). The values have arrived on the devices of `expected`."""
+        """The values have arrived on the devices of `expected`."""
         arrays = self._mailbox.take(peer, tag, timeout_s)
         got = [(array.shape, str(array.dtype), self._device_of(array)) for array in arrays]
         asked = [(part.shape, str(part.dtype), part.device) for part in expected]
@@ -138,7 +134,7 @@ class NcclTransport:
         return arrays
 
     def close(self) -> None:
-        """End threads and communicators (`Transport.close`). Waits up to `_FLUSH_S` seconds for messages under way."""
+        """Waits up to `_FLUSH_S` seconds for messages under way."""
         self._closing = True
 
         # Writers end when their queues are empty, unless NCCL waits for the peer.
@@ -159,7 +155,7 @@ class NcclTransport:
         _join((*self._writers, *self._readers, self._watcher), time.monotonic() + _FLUSH_S)
 
     def _make_end(self, i: int, link: DeviceLink) -> Endpoint:
-        """This worker's end of the communicator of link number `i`, after a first byte went over it."""
+        """This worker's end of link number `i`, after a first byte went over it."""
         if link.source == link.target:
             raise WorkerError(
                 f"An NCCL link was requested from device {link.source_device} to device {link.target_device} of one "
@@ -176,7 +172,7 @@ class NcclTransport:
             unique_id = self._control.take(link.source, i, _SETUP_TIMEOUT_S).payload.tobytes()
             end = Endpoint(self._devices[link.target_device], unique_id, rank=1)
 
-        # NCCL connects the two ranks at first use, and waits for the peer: here, in the order of links.
+        # NCCL connects the ranks at first use, and waits: here, in the order of links.
         probe = jnp.empty((1,), jnp.uint8, device=end.device).block_until_ready()
         exchange([(end, probe)], []) if self._number == link.source else exchange([], [(end, probe)])
         return end
@@ -218,7 +214,6 @@ class NcclTransport:
             del send  # Otherwise its arrays would live until the next message.
 
     def _announce(self, peer: int, n_announced: int, send: _QueuedSend) -> None:
-        """Announce the next message to `peer` once it is ready."""
         jax.block_until_ready(send.arrays)
         entries = [_describe(array, link) for array, link in zip(send.arrays, send.links, strict=True)]
         text = json.dumps([send.tag, entries])
@@ -228,7 +223,6 @@ class NcclTransport:
     # Reading: a thread for each peer.
 
     def _read_all(self, peer: int) -> None:
-        """The reader thread of a peer: puts each announced message into the mailbox."""
         n_read = 0
         while True:
             try:
@@ -251,7 +245,7 @@ class NcclTransport:
                 return
 
     def _receive_all(self, peer: int, entries: list[Any]) -> list[jax.Array]:
-        """The arrays of an announced message. entries: of `_describe`, one for each array."""
+        """entries: of `_describe`, one for each array."""
         links = [
             DeviceLink(peer, source_device, self._number, target_device)
             for source_device, target_device, _, _ in entries
@@ -268,7 +262,7 @@ class NcclTransport:
     # Ending
 
     def _watch(self) -> None:
-        """Fail with the host transport: it detects a dead peer, for which NCCL would wait for ever."""
+        """The host transport detects a dead peer, for which NCCL would wait for ever."""
         self._fail(self._control.mailbox.wait_for_failure())
 
     def _fail(self, error: WorkerError) -> None:
@@ -278,7 +272,6 @@ class NcclTransport:
             self._control.mailbox.fail(error)
 
     def _end(self, error: WorkerError, *, abort: bool) -> None:
-        """Make every call raise `error`, and free the communicators."""
         self._mailbox.fail(error)
         with self._lock:
             ends, self._ends = self._ends, {}
@@ -291,7 +284,7 @@ def new_id() -> bytes:
 
 
 class Endpoint:
-    """One end of a communicator, with its own stream on `device`. With one rank, it is its own peer."""
+    """One end of a communicator. With one rank, it is its own peer."""
 
     def __init__(self, device: jax.Device, unique_id: bytes, rank: int, n_ranks: int = 2) -> None:
         self.device = device
@@ -306,7 +299,7 @@ class Endpoint:
         return context
 
     def close(self, *, abort: bool) -> None:
-        """Free the communicator. `abort` also ends kernels that wait for the peer."""
+        """`abort` also ends kernels that wait for the peer."""
         with contextlib.suppress(Exception), self.current():
             if abort:
                 self.communicator.abort()
@@ -318,7 +311,7 @@ Transfers = Sequence[tuple[Endpoint, jax.Array]]
 
 
 def exchange(sends: Transfers, receives: Transfers) -> None:
-    """Send arrays and fill others with received bytes, in place; returns when all transfers are done.
+    """Send arrays and fill others in place; returns when all transfers are done.
 
     All arrays must be ready. Only the caller may hold the arrays in `receives`.
     """
@@ -331,7 +324,7 @@ def exchange(sends: Transfers, receives: Transfers) -> None:
             with end.current():
                 post(pointer, n_bytes, _cuda().nccl.NCCL_UINT8, end.peer, end.stream.ptr)
 
-    # jax does not know these streams. After this wait, kernels of jax see the new values, and sent arrays may be freed.
+    # jax does not know these streams. After this wait, its kernels see the new values, and sent arrays may be freed.
     for end in dict.fromkeys(end for end, _, _ in posts):
         end.stream.synchronize()
 
@@ -343,7 +336,7 @@ def _join(threads: Iterable[threading.Thread], deadline: float) -> None:
 
 @contextlib.contextmanager
 def _group() -> Iterator[None]:
-    """Sends and receives posted in this context start together, at its end."""
+    """Posted sends and receives start together, at the end."""
     nccl = _cuda().nccl
     nccl.groupStart()
     try:

@@ -1,7 +1,7 @@
-"""The interface of transports, which move arrays from one worker process to another, and the layout of a message.
+"""The interface of transports between worker processes, and the layout of a message.
 
-A message is a list of parts of arrays that one worker sends to one peer under a tag. Workers have numbers 0, 1, ...
-Both sides know shapes and dtypes from the program, so only bytes travel, and no pickles.
+A message is a list of parts of arrays that one worker sends to one peer under a tag. Both sides know shapes and dtypes
+from the program, so only bytes travel, and no pickles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """An array on one device, or a slice of it, to send.
+    """An array on one device, or a slice of it.
 
     Attributes:
         index: a slice for each dimension of `array`; None for the whole array.
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPart:
-    """The part that a receiver expects. `device` is as in `Part`."""
+    """`device` is as in `Part`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -54,37 +54,33 @@ class ExpectedPart:
 class Transport(Protocol):
     """Moves messages between this worker and its peers. Any thread may call it.
 
-    A pair of workers uses each tag for one message. The receiver keeps early messages, so a sender never waits for
-    `receive`. After the first error, every call raises it, and waiting calls end at once. All errors are WorkerErrors
-    that name the peer.
+    A pair of workers uses each tag once. The receiver keeps early messages, so a sender never waits for `receive`.
+    After the first error, every call raises it at once. All errors are WorkerErrors that name the peer.
     """
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
-        """Send parts in the background, once they are ready.
-
-        The transport keeps the arrays until the future is done. Do not donate them before.
-        """
+        """Send parts in the background, once they are ready. Do not donate them before the future is done."""
         ...
 
     def receive(self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float) -> list[Any]:
-        """Wait for a message and return its parts, in the order of sending.
+        """The parts of a message, in the order of sending.
 
         Raises WorkerError if it does not come within `timeout_s` seconds or does not match `expected`.
         """
         ...
 
     def close(self) -> None:
-        """Send ready messages, take leave of the peers, and end threads and connections. Received arrays stay valid."""
+        """Send ready messages; end threads and connections. Received arrays stay valid."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The places of the parts of a message in its bytes.
+    """Places of parts in the bytes of a message.
 
     Attributes:
-        offsets: the first byte of each part, a multiple of ALIGNMENT.
-        digest: a checksum of shapes and dtypes. A receiver compares it with the digest of its expected parts.
+        offsets: first byte of each part, a multiple of ALIGNMENT.
+        digest: checksum of shapes and dtypes.
     """
 
     offsets: tuple[int, ...]
@@ -94,7 +90,7 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)  # Steps repeat their messages, and the name of a dtype takes long to make.
 def lay_out(expected: tuple[ExpectedPart, ...]) -> Layout:
-    """Aligned parts, one after the other; equal for sender and receiver. Parts of 12 and 5 bytes begin at 0 and 64."""
+    """Aligned parts, one after the other, equal for sender and receiver. Parts of 12 and 5 bytes begin at 0 and 64."""
     offsets = []
     end = 0
     for part in expected:

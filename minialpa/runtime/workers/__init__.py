@@ -1,4 +1,1 @@
-"""One worker of a mesh: mesh programs and calls go in; kept arrays, messages and failures come out. See README.md.
-
-It does not know its launcher.
-"""
+"""One worker of a mesh: mesh programs and calls go in; kept arrays, messages and failures come out. See README.md."""

@@ -1,7 +1,7 @@
 """The arguments of a worker: shards that the caller sends, or an order to read samples that become shards.
 
-Shards are *plain*. Pickle moves arrays of NumPy's own dtypes out of band, without a copy. It would copy other dtypes,
-such as bfloat16, into its stream, so these cross as unsigned integers of the same size.
+Shards are *plain*: pickle moves arrays of NumPy's own dtypes without a copy. Other dtypes, such as bfloat16, cross as
+unsigned integers of the same size.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ class Given:
     """An argument that the caller sends.
 
     Attributes:
-        shards: distinct plain shards. A shard that several workers get may be its position in the `shared` arrays of a
-            call.
-        shard_of_device: for each device of the worker, the position of its shard in `shards`.
+        shards: distinct plain shards. A shard for several workers may be its position in the `shared` arrays of a call.
+        shard_of_device: for each device, the position of its shard.
     """
 
     shards: tuple[np.ndarray[Any, Any] | int, ...]
@@ -36,12 +35,10 @@ Argument = int | Given
 
 
 def to_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`array`, or a view of its memory as unsigned integers if its dtype is not one of NumPy's own."""
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
 def from_plain(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """The inverse of `to_plain`."""
     return array if np.dtype(dtype).isbuiltin == 1 else array.view(dtype)
 
 
@@ -50,11 +47,11 @@ def from_plain(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRead:
-    """An input of a program that a worker reads from a leaf of the batch.
+    """An input that a worker reads from a leaf of the batch.
 
     Attributes:
         leaf: number of the leaf in the batch.
-        boxes: the distinct shards of the worker, in the leaf.
+        boxes: distinct shards of the worker, in the leaf.
         shard_of_device: as in `Given`.
     """
 
@@ -67,10 +64,8 @@ class InputRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """The rows of a batch that one worker reads, and the inputs to make of them.
-
-    Attributes:
-        ranges: rows (start, stop), in order and not adjacent. The user's function is called for each range.
+    """The inputs that one worker makes of a batch. ranges: rows (start, stop), in order and not adjacent. The user's
+    function is called for each.
     """
 
     form: BatchForm
@@ -79,7 +74,7 @@ class ReadOrder:
 
 
 def read_inputs(read: ReadSamples, order: ReadOrder, first: int) -> list[Given]:
-    """The shards of each input of an order, from the batch whose first sample is `first`; in new memory."""
+    """In new memory. first: the first sample of the batch."""
     rows = [(a, b, read_samples(read, first + a, first + b, order.form)) for a, b in order.ranges]
     return [
         Given(tuple(_shard(rows, of_input, box) for box in of_input.boxes), of_input.shard_of_device)
@@ -90,7 +85,7 @@ def read_inputs(read: ReadSamples, order: ReadOrder, first: int) -> list[Given]:
 def _shard(
     rows: Sequence[tuple[int, int, list[np.ndarray[Any, Any]]]], of_input: InputRead, box: Box
 ) -> np.ndarray[Any, Any]:
-    """The plain shard `box` of a leaf. rows: (start, stop, leaves) for each range of rows that was read."""
+    """rows: (start, stop, leaves) for each range that was read."""
     (start, stop), *others = box
     first, leaves = next((a, leaves) for a, b, leaves in rows if a <= start and stop <= b)
     index = (slice(start - first, stop - first), *(slice(*ends) for ends in others))

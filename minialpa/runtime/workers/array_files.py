@@ -1,7 +1,6 @@
 """Shards of a worker's devices to files of tensorstore, and back.
 
-The driver decides which worker holds which shard (`runtime/cluster/array_files.py`). tensorstore is imported at first
-use.
+The driver decides which worker holds which shard (`runtime/cluster/array_files.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from minialpa.programs.mesh_program import ArrayType
 from minialpa.programs.resharding import Box
 from minialpa.sharding import device_mesh, placed
 
-#: Bytes that tensorstore works on at a time, because it copies each part that it writes.
+#: Bytes at a time: tensorstore copies each part that it writes.
 _BYTES_AT_A_TIME = 1 << 29
-#: Seconds within which a folder that the driver makes must appear on a worker's host.
+#: Seconds until the driver's folder must appear on a worker's host.
 _FOLDER_S = 60.0
 
 T = TypeVar("T")
@@ -31,10 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in files, for tensorstore: `context` (threads and caches) and `spec` are JSON.
-
-    Another process makes the folder. All arrays of a folder have the same context.
-    """
+    """For tensorstore: `context` (threads and caches, equal in a folder) and `spec` are JSON."""
 
     folder: str
     context: Mapping[str, Any]
@@ -46,9 +42,8 @@ class PartToWrite:
     """The part of a stored array that one worker writes.
 
     Attributes:
-        creates: whether this worker writes the metadata. One of the writers does.
-        shards: for each shard, the number of an array of the worker, the box in that array, and the box in the stored
-            array.
+        creates: whether this worker writes the metadata; one does.
+        shards: for each shard, number of an array of the worker, box in it, and box in the stored array.
     """
 
     stored: StoredArray
@@ -58,10 +53,7 @@ class PartToWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayToRead:
-    """An array that the workers of a mesh read, each the shards of its devices, and keep under `number`.
-
-    `first_row` is its first row, along dimension 0, in the stored array.
-    """
+    """An array to keep under `number`. `first_row` is its first row in the stored array."""
 
     number: int
     type: ArrayType
@@ -72,7 +64,7 @@ class ArrayToRead:
 
 
 def copies_on_host(arrays: Mapping[int, jax.Array], part: PartToWrite) -> list[np.ndarray[Any, Any]]:
-    """Copies of the shards of a part, which stay valid when a step takes over the arrays."""
+    """Copies stay valid when a step takes over the arrays."""
     found = []
     for number, box, _ in part.shards:
         array = arrays[number]
@@ -83,10 +75,7 @@ def copies_on_host(arrays: Mapping[int, jax.Array], part: PartToWrite) -> list[n
 
 
 def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -> None:
-    """Write the copies of the shards of several parts, and wait until the files have them.
-
-    Raises CheckpointError if the folder does not appear on this host.
-    """
+    """Write copies of shards and wait. Raises CheckpointError if the folder does not appear on this host."""
     tensorstore = _tensorstore()
     first = parts[0][0].stored
     _await_folder(first.folder, _FOLDER_S)
@@ -106,7 +95,7 @@ def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -
         for (*_, place), copy in zip(part.shards, copies, strict=True)
     ]
     for some in _some_at_a_time(shards, lambda shard: shard[2].nbytes):
-        # This module owns the copies, so tensorstore need not copy them.
+        # These copies are private, so tensorstore need not copy them.
         writes = [
             store[_slices(place)].write(copy, can_reference_source_data_indefinitely=True)
             for store, place, copy in some
@@ -116,7 +105,7 @@ def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -
 
 
 def read(arrays: Sequence[ArrayToRead], devices: Sequence[jax.Device]) -> dict[int, jax.Array]:
-    """Arrays by their numbers, on the mesh of `devices`, of which this process reads its own shards.
+    """Arrays by number, on the mesh of `devices`: this process reads its own shards.
 
     Raises CheckpointError if this host does not see the folder.
     """
@@ -140,7 +129,6 @@ _Shards = Sequence[tuple[Any, Sequence[jax.Device]]]
 
 
 def _start_reading(array: ArrayToRead, store: Any, devices: Sequence[jax.Device]) -> tuple[NamedSharding, _Shards]:
-    """Start to read the shards of this process; returns the sharding of the array and the shards."""
     sharding = placed(device_mesh(devices, array.mesh_shape), array.sharding, in_host=array.type.in_host)
     shape = array.type.data_shape
     readers: dict[Box, list[jax.Device]] = {}
@@ -180,7 +168,7 @@ def _tensorstore() -> Any:
 
 
 def _await_folder(folder: str, seconds: float) -> None:
-    """Wait for a folder. Without it, tensorstore would make a folder that only this host sees."""
+    """Wait for a folder. Otherwise tensorstore would make one that only this host sees."""
     deadline = time.monotonic() + seconds
     while not _sees(folder):
         if time.monotonic() > deadline:
@@ -192,12 +180,12 @@ def _await_folder(folder: str, seconds: float) -> None:
 
 
 def _sees(folder: str) -> bool:
-    """Whether this host has the folder. Addresses such as gs://bucket/folder are the same for all hosts."""
+    """Addresses such as gs://bucket/folder are the same for all hosts."""
     return "://" in folder or Path(folder).is_dir()
 
 
 def _some_at_a_time(items: Iterable[T], n_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in lists of at most `_BYTES_AT_A_TIME` bytes, or of one item."""
+    """In lists of at most `_BYTES_AT_A_TIME` bytes, or of one item."""
     some: list[T] = []
     left = _BYTES_AT_A_TIME
     for item in items:

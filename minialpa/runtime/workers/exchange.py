@@ -1,8 +1,8 @@
-"""Moves the arrays of a mesh program on one worker: the back end of its interpreter.
+"""Moves the arrays of a mesh program on one worker.
 
 - `Send` starts in the background, and keeps its array until the transport has read it.
-- `Receive` waits for the messages of its transfer, joins them into the shard of each device, and relays shards to other
-  workers of this mesh.
+- `Receive` waits for messages, joins them into the shard of each device, and relays shards to other workers of this
+  mesh.
 - `Relayout` stays on the mesh: a jitted identity.
 """
 
@@ -25,12 +25,12 @@ from minialpa.runtime.steps.step_trace import FUNCTIONS, StepTrace
 from minialpa.runtime.transports.transport import ExpectedPart, Part, Transport
 from minialpa.sharding import placed
 
-#: The track of a timeline that shows the thread that issues instructions.
+#: The track of the thread that issues instructions.
 INSTRUCTIONS = "instructions"
 
 
 class Exchange:
-    """The transfers of one worker in one mesh program. The tag of a message is step << 32 | number of the transfer."""
+    """The tag of a message is step << 32 | number of the transfer."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class Exchange:
         compiled: MutableMapping[Any, Any],
         timeout_s: float,
     ) -> None:
-        """`compiled` has relayouts by sharding, which the programs of this worker share.
+        """`compiled` has relayouts by sharding, which programs share.
 
         Args:
-            places: all workers of the program, as the transport numbers them; `me` is one of them.
+            places: all workers, as the transport numbers them; `me` is one.
             devices: of this worker, in the order of its place.
         """
         self.step = -1
@@ -59,14 +59,13 @@ class Exchange:
         self._sending: dict[int, list[Future[None]]] = {}
 
     def begin(self, step: int) -> None:
-        """Make `step` the present step, without the sends of a failed step."""
+        """Begin `step`, without the sends of a failed step."""
         self.step = step
         self._sending.clear()
 
     # ---- see `interpreter.Backend` ----------------------------------------------------------------------------------
 
     def action(self, instruction: Any) -> Action:
-        """The function that carries out a transfer instruction on the buffers of a step."""
         match instruction:
             case Send(source, number):
                 return lambda buffers: self._send(number, source, buffers[source])
@@ -105,7 +104,7 @@ class Exchange:
     # ---- transfers ------------------------------------------------------------------------------------------------
 
     def _send(self, number: int, source: int, array: jax.Array) -> None:
-        """Post this worker's messages of transfer `number`, except relayed ones."""
+        """Post this worker's messages, except relayed ones."""
         transfer = self._program.transfers[number]
         shards = self._shards(array, transfer.type)
         boxes = dict(transfer.resharding.source_boxes)
@@ -116,13 +115,12 @@ class Exchange:
         )
 
     def _post(self, number: int, message: Message, shards: dict[int, Any], boxes: dict[int, Box]) -> Future[None]:
-        """Send the moves of one message. shards, boxes: by device, the source shards and their places in the array."""
+        """shards, boxes: by device, source shards and their places in the array."""
         first = self._places[message.target].first_device
         parts = [Part(shards[m.source], _index_in(m.box, boxes[m.source]), m.targets[0] - first) for m in message.moves]
         return self._transport.send(message.target, self._tag(number), parts)
 
     def _receive(self, number: int) -> jax.Array:
-        """The array of transfer `number` on this mesh, joined from its messages."""
         transfer = self._program.transfers[number]
         boxes = {d: box for d, box in transfer.resharding.landing_boxes if d in self._local}
         arrived: dict[int, list[tuple[Box, Any]]] = {d: [] for d in boxes}
@@ -136,7 +134,7 @@ class Exchange:
         sharding = placed(self._mesh, transfer.resharding.landing, in_host=type_.in_host)
         shards = type_.shards(landed, devices)
 
-        # A part for several workers of this mesh crosses once; one of them relays it over the faster links.
+        # A part for several workers of this mesh crosses once; one relays it over faster links.
         for message in self._messages[number]:
             if message.source == self._me and message.moves[0].relayed:
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
@@ -146,7 +144,6 @@ class Exchange:
     def _take(
         self, number: int, message: Message, dtype: np.dtype[Any], arrived: dict[int, list[tuple[Box, Any]]]
     ) -> None:
-        """Wait for a message, and add its parts to `arrived`, by device."""
         first = min(self._local)
         expected = [ExpectedPart(_shape(m.box), dtype, m.targets[0] - first) for m in message.moves]
         arrays = self._transport.receive(message.source, self._tag(number), expected, self._timeout_s)
@@ -160,7 +157,7 @@ class Exchange:
         return self.step << 32 | number
 
     def _shards(self, array: jax.Array, type_: ArrayType) -> dict[int, Any]:
-        """The shard of each device of this worker, by device number."""
+        """By device number."""
         by_device = {shard.device: shard.data for shard in type_.data(array).addressable_shards}
         if type_.in_host:  # NCCL reads device memory
             place = functools.partial(SingleDeviceSharding, memory_kind="device")
@@ -174,8 +171,6 @@ class Exchange:
 
 
 def _fill_action(target: int, value: Callable[[Buffers], Any]) -> Action:
-    """The action that sets buffer `target` to `value(buffers)`."""
-
     def fill(buffers: Buffers) -> None:
         buffers[target] = value(buffers)
 
@@ -187,14 +182,13 @@ def _shape(box: Box) -> tuple[int, ...]:
 
 
 def _index_in(box: Box, outer: Box) -> tuple[slice, ...] | None:
-    """`box` as an index of the part `outer`; None for all of it."""
+    """None for all of `outer`."""
     if box == outer:
         return None
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))
 
 
 def _joined_parts(parts: list[tuple[Box, Any]], outer: Box, dtype: str) -> Any:
-    """The part `outer` of an array, joined from smaller parts."""
     if len(parts) == 1 and parts[0][0] == outer:
         return parts[0][1]
 

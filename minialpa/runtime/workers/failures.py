@@ -1,12 +1,11 @@
-"""The cause of a failure: signs that the runtime sees at its workers go in, the error that names the likeliest cause
-comes out.
+"""Signs of failures at workers go in, an error that names the likeliest cause comes out.
 
-One fault shows in many places. When a worker dies, its peers lose a connection, jax ends the other processes of its
-mesh, and processes that wait for these lose a connection, too. `Fault` orders the signs:
+When a worker dies, its peers lose a connection, jax ends the other processes of its mesh, and processes that wait for
+these lose a connection, too. `Fault` orders the signs:
 
     worker 0 LOST_PEER, then worker 1 DIED, then worker 2 DIED    ->    worker 1 DIED is the cause
 
-All functions are pure. `watch.py` and `cluster_runtime.py` collect the signs.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Status:
         stage: number of its mesh; -1 before the first step.
         step, instruction: the present or last ones; step is -1 before the first.
         recent: the instructions before, the oldest first.
-        compiled: the program that was loaded last, and the number of its compiled functions.
+        compiled: the last program, and the number of its compiled functions.
     """
 
     worker: int
@@ -59,11 +58,11 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure at one worker, with a message for the user.
+    """A failure at one worker.
 
     Attributes:
-        where: the last known position of the worker.
-        traceback: of the worker; empty unless it raised an error.
+        where: the last known position.
+        traceback: of the worker, if it raised an error.
     """
 
     fault: Fault
@@ -72,12 +71,12 @@ class Failure:
     traceback: str = ""
 
 
-# Words in errors of collectives and jax's coordination service after another process is lost.
+# In errors of collectives and jax's coordination service after another process is lost.
 _PEER_IS_LOST = re.compile(r"gloo|nccl|coordination service|connection (reset|closed|refused)", re.IGNORECASE)
 
 
 def fault_of(error: Exception) -> Fault:
-    """RAISED or LOST_PEER, by the text of an error of a step."""
+    """RAISED or LOST_PEER, by the text of the error."""
     lost = isinstance(error, WorkerError) or _PEER_IS_LOST.search(str(error)) is not None
     return Fault.LOST_PEER if lost else Fault.RAISED
 
@@ -91,7 +90,7 @@ def died(last: Status, reason: str) -> Failure:
 
 
 def call_raised(last: Status, method: str | None, message: str, traceback: str) -> Failure:
-    """The failure of a call that is not a step, for example of `load`. `last` is the worker's last status."""
+    """The failure of a call that is not a step, such as `load`."""
     where = replace(last, instruction=f"the call of `{method}`" if method else "a call", recent=())
     return Failure(Fault.RAISED, where, message, traceback)
 
@@ -105,7 +104,7 @@ def silent(last: Status, seconds: float) -> Failure:
 
 
 def hung_worker(unanswered: Iterable[tuple[Status, float]], timeout_s: float) -> Failure | None:
-    """The failure of the first worker that has not answered for more than `timeout_s` seconds, or None.
+    """The first worker that has not answered for more than `timeout_s` seconds.
 
     unanswered: for each open call, the last status of its worker and the seconds since the call.
     """
@@ -113,7 +112,7 @@ def hung_worker(unanswered: Iterable[tuple[Status, float]], timeout_s: float) ->
 
 
 def stalled_step(statuses: Sequence[Status], seconds: float, timeout_s: float) -> Failure | None:
-    """The failure of a step in which no worker has made progress for `seconds`, or None within `timeout_s`.
+    """A failure if no worker has made progress for `seconds` > `timeout_s`.
 
     The suspect is the worker in the earliest step among the workers that do not wait for a message.
     """
@@ -128,7 +127,7 @@ def stalled_step(statuses: Sequence[Status], seconds: float, timeout_s: float) -
 
 
 def root_cause(found: Sequence[Failure]) -> Failure:
-    """The failure with the smallest `Fault`, which likely caused the others. `found` is in the order of notice.
+    """The failure with the smallest `Fault` likely caused the others. `found` is in the order of notice.
 
     - Of equal faults, the first: jax ends the processes of a mesh after the one that died.
     - A lost host before a death: when a host is lost, Ray first reports processes elsewhere that jax ends.
@@ -139,7 +138,7 @@ def root_cause(found: Sequence[Failure]) -> Failure:
 
 
 def session_error(found: Sequence[Failure], heard: Iterable[Status]) -> WorkerError:
-    """The error that ends a session, from all failures and the status of the other workers, `heard`."""
+    """heard: the status of the other workers."""
     places = {f.where.worker: f.where for f in found} | {status.worker: status for status in heard}
     lost = {f.where.worker: f.message for f in found if f.fault is Fault.LOST_HOST}
     return worker_error(root_cause(found), places.values(), lost)
@@ -148,11 +147,8 @@ def session_error(found: Sequence[Failure], heard: Iterable[Status]) -> WorkerEr
 def worker_error(
     cause: Failure, others: Iterable[Status], lost: Mapping[int, str] | None = None, has_ended: bool = True
 ) -> WorkerError:
-    """The error for the user: the failure, its place, the places of the other workers, and the worker's traceback.
-
-    Args:
-        lost: messages of workers whose hosts are lost, by worker.
-        has_ended: whether the session ends with this error.
+    """lost: messages of workers whose hosts are lost, by worker.
+    has_ended: whether the session ends with this error.
     """
     others, lost = list(others), lost or {}
     at = cause.where
@@ -192,7 +188,7 @@ def worker_error(
 
 
 def ended(error: WorkerError) -> WorkerError:
-    """The error of later calls of a session that `error` has ended, with all attributes of `error`."""
+    """The error of later calls, with all attributes of `error`."""
     later = WorkerError(f"The session has ended. {error}")
     later.__dict__.update(error.__dict__)
     later.__cause__ = error

@@ -1,7 +1,7 @@
-"""A worker: has the devices of one mesh on one host, and runs that mesh's programs on them.
+"""A worker: runs the programs of one mesh on the mesh's devices of one host.
 
-Its methods return plain values. A failed step returns a `Failure`, because the caller might not be able to unpickle an
-exception that only the worker can import.
+Methods return plain values. A failed step returns a `Failure`, because the caller might be unable to unpickle an
+exception.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from minialpa.runtime.workers.arguments import ReadOrder
     from minialpa.samples import ReadSamples
 
-#: Instructions before the present one that a status lists.
+#: Earlier instructions that a status lists.
 _N_RECENT = 4
 
 
@@ -37,7 +37,7 @@ class Worker:
         self._process = process or OwnProcess(settings)
         self._devices: list[Any] = []
 
-        # By numbers of the driver. Programs share compiled functions, which live as long as one of these programs.
+        # By numbers of the driver. Programs share compiled functions.
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
         self._transports: dict[int, Any] = {}
@@ -61,13 +61,12 @@ class Worker:
     # ---- programs -------------------------------------------------------------------------------------------------
 
     def open_transport(self, number: int, me: int) -> Any:
-        """Open a transport for program `number`, as its worker `me`; returns its address for the other workers."""
+        """For program `number`, as its worker `me`; returns its address."""
         self.unload(number)  # of an earlier attempt that failed
         self._transports[number] = self._process.open_transport(me)
         return self._transports[number].address
 
     def has_nccl(self) -> bool:
-        """Whether this worker can send from GPU to GPU."""
         return self.settings.platform == "cuda" and importlib.util.find_spec("cupy") is not None
 
     def load(
@@ -82,7 +81,7 @@ class Worker:
         """Compile program `number` and connect to its other workers.
 
         Args:
-            places: all workers of the program, in order; number `me` is this one.
+            places: all workers of the program; number `me` is this one.
             links: (worker, its GPU, receiving worker, its GPU), as in `DeviceLink`; empty to send through the hosts.
         """
         from minialpa.runtime.workers.worker_program import WorkerProgram
@@ -114,7 +113,7 @@ class Worker:
         )
 
     def unload(self, number: int) -> None:
-        """Forget a program, or a function that reads samples. Unknown numbers are no error."""
+        """Forget a program or a function. Unknown numbers are no error."""
         self._programs.pop(number, None)
         self._functions.pop(number, None)
         if number in self._transports:
@@ -131,16 +130,16 @@ class Worker:
         traced: bool,
         *shared: Any,
     ) -> Failure | None:
-        """Run a step of a program. Returns the failure of the worker, in this or an earlier step, or None.
+        """Returns the failure of the worker, in this or an earlier step, if any.
 
         Args:
-            step: number of the step, equal on all workers.
+            step: equal on all workers.
             arguments: an `Argument` for each input of the program.
-            results: for the number of each result, the number under which to keep the array.
-            donated: numbers of arrays that the step uses up.
-            freed: numbers of arrays without references.
+            results: by number of the result, the number of the array to keep.
+            donated: arrays that the step uses up.
+            freed: arrays without references.
             traced: keep notes for `timeline`.
-            shared: arrays that shards of arguments refer to by position.
+            shared: see `Given`.
         """
         if self._failure is not None:
             return self._failure
@@ -154,7 +153,7 @@ class Worker:
 
                 trace = self._trace = StepTrace(self.settings.host)
 
-            # Only the step holds donated arrays, so their memory is free after the last read.
+            # Only the step holds donated arrays: their memory is free after the last read.
             self.free(freed)
             inputs = self._inputs(running, arguments, set(donated), shared)
             self.free(donated)
@@ -165,13 +164,12 @@ class Worker:
             self._failure = Failure(
                 fault_of(error), self.status(), f"{type(error).__name__}: {error}", traceback.format_exc()
             )
-            # Peers that wait for this worker notice at once. The caller does not wait for the close.
+            # Waiting peers notice at once. The caller does not wait for the close.
             for transport in self._transports.values():
                 threading.Thread(target=transport.close, daemon=True).start()
         return self._failure
 
     def _inputs(self, running: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]) -> list[Any]:
-        """The array of each input: made of sent shards, or an array of this worker by its number."""
         inputs: list[Any] = []
         seen: set[int] = set()
         for i, argument in enumerate(arguments):
@@ -181,14 +179,14 @@ class Worker:
 
             array = self._arrays[argument]
             # Of one array in two donated arguments, only one can take over the memory. The caller keeps the rows of a
-            # batch that were here before the step.
+            # batch.
             is_copied = i in running.overwritten_rows or argument in donated & seen
             inputs.append(array.copy() if is_copied else array)
             seen.add(argument)
         return inputs
 
     def status(self) -> Status:
-        """The present position. Answers while a step runs."""
+        """Answers while a step runs."""
         settings, at = self.settings, self._running
         if at is None:
             return Status(worker=settings.number, host=settings.host, pid=os.getpid(), compiled=self._loading)
@@ -216,10 +214,8 @@ class Worker:
     def put(self, program: int, numbers: Mapping[int, int], arguments: Sequence[Any], *shared: Any) -> Failure | None:
         """Keep arrays, laid out as inputs of a program.
 
-        Args:
-            numbers: for each input, the number under which to keep its array.
-            arguments: shards, in the order of `numbers`.
-            shared: as in `step`.
+        numbers: for each input, the number under which to keep its array.
+        arguments: shards, in the order of `numbers`.
         """
         loaded = self._programs[program]
         for (i, number), given in zip(numbers.items(), arguments, strict=True):
@@ -239,8 +235,7 @@ class Worker:
 
         Args:
             function: number of the user's function.
-            sent: the function itself; None if an earlier call has brought it.
-            order: the rows to read, and the inputs to make of them.
+            sent: the function itself, in its first call.
             first: the first sample of the batch.
             numbers: as in `put`.
         """
@@ -255,9 +250,7 @@ class Worker:
             self._arrays[number] = loaded.argument(of_input.input, given, ())
 
     def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
-        """The distinct shards of each array on this worker, plain; integers for typed keys. After a failed step, the
-        failure.
-        """
+        """The distinct shards of each array, plain; integers for typed keys. After a failed step, the failure."""
         if self._failure is not None:
             return self._failure
         return [_shards(self._arrays[number]) for number in numbers]
@@ -269,7 +262,7 @@ class Worker:
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def copy_to_host(self, save: int, parts: Sequence[Any]) -> None:
-        """Copy shards of arrays (`PartToWrite`s) for `write_copies`."""
+        """`PartToWrite`s, for `write_copies`."""
         from minialpa.runtime.workers.array_files import copies_on_host
 
         self._copies[save] = [(part, copies_on_host(self._arrays, part)) for part in parts]
@@ -283,7 +276,7 @@ class Worker:
         self._copies.pop(save, None)
 
     def read_files(self, arrays: Sequence[Any]) -> None:
-        """Read `ArrayToRead`s, each the shards of this worker's devices."""
+        """`ArrayToRead`s: the shards of this worker's devices."""
         from minialpa.runtime.workers.array_files import read
 
         self._arrays.update(read(arrays, self._devices))
@@ -318,7 +311,7 @@ class Worker:
         return [function_seconds(compiled, repeats) for compiled in self._programs[program].functions]
 
     def timeline(self) -> list[Any]:
-        """The `TaskTime`s of the last traced step, once. Instructions have the numbers of the mesh program."""
+        """The `TaskTime`s of the last traced step, once."""
         trace, self._trace = self._trace, None
         assert trace is not None, "no step was traced"
         tasks: list[Any] = trace.tasks()
@@ -334,7 +327,7 @@ class Worker:
 
 
 def _shards(array: Any) -> list[tuple[Box, Any]]:
-    """One copy of each shard of an array on this worker's devices, with its place in the array."""
+    """One copy of each shard, with its place in the array."""
     import jax
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""The process of a worker: starts jax in it, as one process of the mesh, and opens transports to other workers."""
+"""The process of a worker: starts jax in it, and opens transports to other workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minialpa.errors import WorkerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """The settings of a worker process.
+    """The settings of a worker.
 
     Attributes:
         host: number of the host, for messages.
@@ -33,27 +33,25 @@ class WorkerSettings:
 
 
 class Process(Protocol):
-    """The process of a worker. `coordinator` is the address of jax's coordination service, for descriptions."""
+    """`coordinator` is the address of jax's coordination service, for descriptions."""
 
     coordinator: str
 
     def reserve_port(self) -> tuple[str, int] | None:
-        """An address with a free port of this host for the mesh's coordination service, held until `start_jax`; or
-        None.
-        """
+        """An address for the mesh's coordination service, held until `start_jax`; or None."""
 
     def start_jax(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> list[Any]:
-        """Start jax as process `rank` of the mesh's workers; returns the devices of the whole mesh, in order."""
+        """As process `rank` of the mesh's workers; returns the devices of the whole mesh, in order."""
 
     def open_transport(self, me: int) -> Any:
-        """A transport with an `address` for worker `me` of a program, not connected."""
+        """A transport for worker `me` of a program, not connected."""
 
     def end(self) -> None:
         """End the worker, even if it is busy."""
 
 
 class OwnProcess:
-    """A process that belongs to the worker alone. See `Process`."""
+    """A process for one worker."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -69,7 +67,7 @@ class OwnProcess:
         return self._settings.ip, held.getsockname()[1]
 
     def start_jax(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> list[Any]:
-        # Otherwise, the threads of a transport wait for up to 5 ms each time while another thread runs Python.
+        # Otherwise, threads of a transport wait for up to 5 ms while another thread runs Python.
         sys.setswitchinterval(2e-4)
         self._configure_jax()
         if n_workers > 1:
@@ -111,7 +109,7 @@ class OwnProcess:
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=60,
-            # Longer than the caller's timeout, since this one ends the processes that wait for a hanging worker.
+            # Longer than the caller's timeout: it ends the processes that wait for a hanging worker.
             heartbeat_timeout_seconds=int(self._settings.timeout_s) + 60,
             coordinator_bind_address=address if rank == 0 else None,
         )

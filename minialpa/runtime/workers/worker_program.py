@@ -1,4 +1,4 @@
-"""One mesh program on one worker: compiles its functions, places its constants and runs its steps.
+"""One mesh program on one worker.
 
 jax runs instructions asynchronously: only a `Receive`, the reuse of an array that is being sent, and the end of a step
     wait.
@@ -35,8 +35,6 @@ from minialpa.sharding import device_mesh, placed
 
 
 class WorkerProgram:
-    """A mesh program, compiled for its whole mesh and connected to its other workers."""
-
     def __init__(
         self,
         *,
@@ -49,11 +47,11 @@ class WorkerProgram:
         note: Callable[[int], object],
         timeout_s: float,
     ) -> None:
-        """`compiled` has functions that the programs of this worker share; it may forget them. `note` gets the number
-        of compiled functions while the program compiles.
+        """`compiled` has functions that programs share; it may forget them. `note` gets the number of compiled
+        functions.
 
         Args:
-            places: all workers of all meshes, as the transport numbers them; `me` is one of them.
+            places: all workers, as the transport numbers them; `me` is one.
             devices: of the whole mesh, in order.
             transport: connected to the other workers.
             timeout_s: how long a `Receive` waits.
@@ -95,7 +93,7 @@ class WorkerProgram:
 
     @property
     def position(self) -> int:
-        """The present instruction; -1 between steps."""
+        """-1 between steps."""
         return self._interpreter.position
 
     def describe(self, i: int) -> str:
@@ -106,10 +104,10 @@ class WorkerProgram:
         self._interpreter.position = -1
 
     def run(self, arguments: list[Any], trace: StepTrace | None = None) -> dict[int, jax.Array]:
-        """Run a step on an array for each input; returns this mesh's results by number, computed.
+        """Run a step; returns this mesh's results by number, computed.
 
         Empties `arguments`, so that only the step holds arrays that it may free. After an error, `position` is the
-        failed instruction. `trace` gets notes.
+        failed instruction.
         """
         buffers = dict(self._constants)
         buffers.update((slot.buffer, x) for slot, x in zip(self.program.inputs, arguments, strict=True))
@@ -134,10 +132,7 @@ class WorkerProgram:
             trace.note(self.program.mesh, INSTRUCTIONS, "wait for results", issued_s)
 
     def _first_failed(self, buffers: Buffers) -> int:
-        """The first instruction with a failed result that is still there.
-
-        jax reports a failed computation when its result is read, perhaps many instructions later.
-        """
+        """jax reports a failed computation when its result is read, perhaps many instructions later."""
         for i, instruction in enumerate(self.program.instructions[: self.position]):
             if any(b in buffers and _has_failed(buffers[b]) for b in _buffers_written(instruction)):
                 return i
@@ -146,7 +141,7 @@ class WorkerProgram:
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
     def argument(self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
-        """Input `number` of the program, made of the shards that the caller sent."""
+        """Input `number`, made of sent shards."""
         slot = self.program.inputs[number]
         array_type = self.program.types[slot.buffer]
         sent = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
@@ -169,7 +164,7 @@ class WorkerProgram:
     def _compile(
         self, compiled: MutableMapping[Any, Any], note: Callable[[int], object], *, with_flag: bool
     ) -> list[Any]:
-        """The compiled functions of the program, equal ones once. with_flag: for traced steps, see `lower`."""
+        """Equal functions once. with_flag: for traced steps, see `lower`."""
         keys = [
             (f.code, f.in_specs, f.out_specs, f.donated, f.compiler_options, self.mesh, with_flag)
             for f in self.program.functions
@@ -213,7 +208,7 @@ def _buffers_written(instruction: Any) -> tuple[int, ...]:
 
 
 def _has_failed(array: Any) -> bool:
-    """Whether the computation of an array has ended with an error. Does not wait."""
+    """Whether an array's computation has failed. Does not wait."""
     if array.is_deleted() or not array.is_ready():
         return False
     try:
