@@ -1,6 +1,7 @@
 """A plan in; its placements on one mesh out, as PartitionSpecs by path or Python source.
 
 `jax.jit` with these shardings computes the same numbers. XLA then chooses the shardings inside the step.
+Micro-batches and pipeline stages are not exported.
 """
 
 from __future__ import annotations
