@@ -15,7 +15,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal
+
+import numpy as np
 
 from minialpa.errors import ShardingError, meant
 from minialpa.field_types import (
@@ -261,19 +264,21 @@ def gpu_preset(kind: str) -> PresetName:
 
 
 #: Default `alpha` of a logical mesh, outer axis first: seconds, rounded from `_PRESETS`.
-_DEFAULT_ALPHA = (1e-5, 5e-6)
+_DEFAULT_ALPHA = (1e-5, 5e-6, 5e-6)
 #: Default `beta`, outer axis first: seconds per byte of the network and of NVLink of A100s.
-_DEFAULT_BETA = (1 / 25e9, 1 / 250e9)
+_DEFAULT_BETA = (1 / 25e9, 1 / 250e9, 1 / 250e9)
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalMesh:
-    """A 1-D or 2-D view of a group of devices, with prices of collectives along its axes.
+    """A view of a group of devices with one to three axes, with prices of collectives along them.
 
     Attributes:
-        shape: devices along each axis. Axis 0, the outer one, crosses hosts if there are several; axis 1 is faster.
+        shape: devices along each axis, in row-major order: neighbours along the last axis have consecutive numbers.
         alpha: seconds to start a collective along each axis.
         beta: seconds per byte along each axis.
+        spread: for each axis, seconds of an all-to-all / of an all-gather of equal bytes: above 1 if several devices of
+            a group share the link of a host.
         device: the kind of all devices. With `None`, compute has no price, and the planner splits matrix products and
             convolutions over all devices as far as it can.
     """
@@ -282,13 +287,14 @@ class LogicalMesh:
     alpha: tuple[NotNegative, ...] = ()
     beta: tuple[NotNegative, ...] = ()
     device: DeviceSpec | None = None
+    spread: tuple[NotNegative, ...] = ()
 
     @api_boundary
     def __post_init__(self) -> None:
         check_fields(self)
         shape = tuple(int(n) for n in self.shape)
         object.__setattr__(self, "shape", shape)
-        for name, default in (("alpha", _DEFAULT_ALPHA), ("beta", _DEFAULT_BETA)):
+        for name, default in (("alpha", _DEFAULT_ALPHA), ("beta", _DEFAULT_BETA), ("spread", (1.0, 1.0, 1.0))):
             values: Sequence[float] = getattr(self, name) or default[-len(shape) :]
             if len(values) != len(shape):
                 raise ShardingError(
@@ -314,8 +320,8 @@ class LogicalMesh:
     def all_reduce_s(self, n_bytes: float, axes: Sequence[int]) -> float:
         """Seconds of an all-reduce. n_bytes: of the operand on each device.
 
-        Two axes take three phases, each with a start: a reduce-scatter along the inner axis, an all-reduce of the
-        shards along the outer axis, and an all-gather along the inner axis.
+        Several axes take phases, each with a start: reduce-scatters along the inner axes, an all-reduce of the shards
+        along the outer axis, and all-gathers along the inner axes.
         """
         live = [axis for axis, _ in self._outer_to_inner(axes)]
         if not live:
@@ -326,7 +332,7 @@ class LogicalMesh:
 
     def all_to_all_s(self, n_bytes: float, axes: Sequence[int]) -> float:
         """Seconds of an all-to-all. n_bytes: of the operand on each device."""
-        return sum(self._linear_s(axis, n_bytes) for axis, _ in self._outer_to_inner(axes))
+        return sum(self._linear_s(axis, n_bytes * self.spread[axis]) for axis, _ in self._outer_to_inner(axes))
 
     def permute_s(self, n_bytes: float, axes: Sequence[int]) -> float:
         """Seconds until each device has sent `n_bytes` to one other device."""
@@ -345,6 +351,25 @@ class LogicalMesh:
         """Each axis with several devices, outermost first, with the later axes."""
         live = sorted(axis for axis in set(axes) if self.shape[axis] > 1)
         return [(axis, live[i + 1 :]) for i, axis in enumerate(live)]
+
+
+@lru_cache(maxsize=1 << 12)
+def axis_links(shape: tuple[int, ...], per_host: int) -> tuple[tuple[int, float], ...]:
+    """For each axis of devices in row-major order: groups that share the link of a host, and `LogicalMesh.spread`.
+
+    No groups if none leaves its host. Devices of a group on one host send over its link once in a ring, each to all
+    devices of other hosts in an all-to-all.
+    """
+    host_of, found = np.arange(math.prod(shape)).reshape(shape) // per_host, []
+    for axis, k in enumerate(shape):
+        groups = np.moveaxis(host_of, axis, -1).reshape(-1, k)
+        numbers = np.arange(len(groups))[:, None] * (host_of.max() + 1) + groups
+        pairs, n_own = np.unique(numbers, return_counts=True)  # of groups and hosts
+        hosts, leaves = pairs % (host_of.max() + 1), n_own < k
+        n_groups = int(np.bincount(hosts, leaves).max())
+        n_sent = float(np.bincount(hosts, n_own * (k - n_own)).max())
+        found.append((n_groups, n_sent / (k - 1) / n_groups if n_groups else 1.0))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +431,7 @@ class ClusterSpec:
 
         An axis whose groups span hosts has the network link, others the link inside a host. Of 2 hosts x 8 devices as
         (4, 4), axis 0 spans hosts, and its 4 groups share the link of a host: beta is 4 times the beta of the link.
+        With two devices of each group on a host, an all-to-all sends 4/3 of the bytes of a ring: see `axis_links`.
 
         device: the kind of the devices; `None` for `self.device`.
         """
@@ -417,15 +443,11 @@ class ClusterSpec:
                 f"({hosts}, {per_host}), or another submesh."
             )
 
-        alpha, beta = [], []
-        for axis in range(len(shape)):
-            crosses = math.prod(shape[axis:]) > per_host
-            link = self.link(same_host=not crosses)
-            # The groups along this axis that have devices on one host share its network link.
-            sharing = min(per_host, math.prod(shape[axis + 1 :])) if crosses else 1
-            alpha.append(link.alpha_s)
-            beta.append(link.beta_s_per_byte * sharing)
-        return LogicalMesh(shape, tuple(alpha), tuple(beta), device or self.device)
+        sharing = axis_links(tuple(shape), per_host)
+        links = [self.link(same_host=not n_groups) for n_groups, _ in sharing]
+        alpha = tuple(link.alpha_s for link in links)
+        beta = tuple(link.beta_s_per_byte * max(1, n) for link, (n, _) in zip(links, sharing, strict=True))
+        return LogicalMesh(shape, alpha, beta, device or self.device, tuple(spread for _, spread in sharing))
 
     def to_json(self) -> str:
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=1, sort_keys=True)

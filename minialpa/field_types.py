@@ -42,7 +42,7 @@ Count = Annotated[int, Within(1)]
 NotNegative = Annotated[float, Within(0)]
 Positive = Annotated[float, Within(0, is_open=True)]
 #: The lengths of a mesh along its axes.
-MeshLengths = Annotated[tuple[Count, ...], Within(1, 2)]
+MeshLengths = Annotated[tuple[Count, ...], Within(1, 3)]
 
 
 def check_fields(options: Any, *, but: Sequence[str] = (), error: type[MinialpaError] = ShardingError) -> None:

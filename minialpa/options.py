@@ -47,7 +47,7 @@ class AutoShardingOption:
             gradients (ZeRO-2 under data parallelism). Arrays that no number of devices divides are replicated.
         fixed_specs: PartitionSpecs by path of argument or result (see `Plan.input_specs`), as a mapping or pairs. In a
             path, `*` stands for any text. The first matching key counts, and each key must match. Axes are named by
-            `axis_names`, by default "x" and "y".
+            `axis_names`, by default "x", "y" and "z".
         axis_names: names of the axes of the logical mesh, for `fixed_specs`, `received_axes`, and bare PartitionSpecs
             in `jax.lax.with_sharding_constraint`. A mesh of fewer axes has the last names. An axis that only other
             stages have splits no value.
@@ -73,7 +73,7 @@ class AutoShardingOption:
     allow_all_to_all: bool = True
     allow_replicated_parameters: bool = True
     force_data_parallel: bool = False
-    force_batch_dim_to_mesh_dim: Literal[0, 1] | None = None
+    force_batch_dim_to_mesh_dim: Literal[0, 1, 2] | None = None
     force_zero_stage_3: bool = False
     prefer_reduce_scatter: bool = False
     fixed_specs: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from minialpa.errors import ShardingError
 
 #: Names of the axes of every logical mesh, outermost (across hosts) first.
-AXIS_NAMES = ("x", "y")
+AXIS_NAMES = ("x", "y", "z")
 _HOST_KIND = "pinned_host"
 
 

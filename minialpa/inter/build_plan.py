@@ -405,6 +405,7 @@ def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh, names: Step
         logical_shape=logical_mesh.shape,
         alpha=logical_mesh.alpha,
         beta=logical_mesh.beta,
+        spread=logical_mesh.spread,
         combined=solved.view.combined,
         option=stage.option,
         input_specs=tuple(solved.sharding.specs[v] for v, _ in solved.problem.inputs),

@@ -55,7 +55,7 @@ def plan_on_submesh(context: PlanningContext) -> Plan:
     submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
     shape = options.logical_shape
     if not shape:
-        shape = user_mesh.shape if user_mesh else _default_shape(context, submesh[0] * submesh[1])
+        shape = user_mesh.shape if user_mesh else default_shape(context, submesh[0] * submesh[1])
     candidate = Candidate(submesh, shape)
     only_stage = ((), candidate, options.sharding)  # layers, submesh and options
     placed_stages([only_stage], cluster)  # raises for a submesh that the cluster does not have
@@ -71,7 +71,7 @@ def plan_on_submesh(context: PlanningContext) -> Plan:
     return _plan_with_least_recomputation(context, stage)
 
 
-def _default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:
+def default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:
     """If the options leave the shape open: the mesh of the step's sharding constraints, or one axis."""
     option = context.options.sharding
     is_open = not option.data_parallel and option.force_batch_dim_to_mesh_dim is None and not option.axis_lengths
@@ -91,7 +91,7 @@ def plan_on_best_submesh(context: PlanningContext, auto: AutoStageOption) -> Pla
         return plan_stages(context, context.whole, [stage])
 
     n_least = cluster.n_devices if context.options.use_all_devices else 1
-    choices = candidates(cluster, auto, context.options.sharding)
+    choices = candidates(cluster, auto, context.options.sharding, default_shape(context, cluster.n_devices))
     found = [candidate for candidate in choices if candidate.n_devices >= n_least]
     if not found:
         raise InfeasibleError(

@@ -15,7 +15,7 @@ from minialpa.errors import InfeasibleError, TraceError
 from minialpa.inter.build_plan import StageTooLargeError, best_of, plan_stages, preference
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import CutStep, layered_step
-from minialpa.inter.one_stage import plan_on_best_submesh
+from minialpa.inter.one_stage import default_shape, plan_on_best_submesh
 from minialpa.inter.refine import or_longer_scans, or_shorter_bubble
 from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
 from minialpa.inter.search.stage_bounds import StageBounds
@@ -56,7 +56,9 @@ def _best_searched_plan(context: PlanningContext, cut: CutStep, layers: LayerOpt
     space = Space(
         micro_batches=options.micro_batch_choices(cut.step.batch_size),
         remats=tuple(remat[0] for remat in remats(layers, 1)),
-        candidates=tuple(candidates(context.cluster, auto, options.sharding)),
+        candidates=tuple(
+            candidates(context.cluster, auto, options.sharding, default_shape(context, context.cluster.n_devices))
+        ),
         schedule=options.schedule,
         use_all_devices=options.use_all_devices,
         tolerance=auto.tolerance,

@@ -209,7 +209,7 @@ class StagePlan:
         layers: empty without a pipeline.
         submesh: (hosts, devices per host).
         first_device: number of its first device.
-        logical_shape, alpha, beta: see `LogicalMesh`.
+        logical_shape, alpha, beta, spread: see `LogicalMesh`.
         option: the user's sharding options.
         input_specs, equation_specs: of the inputs and equations of the mesh, in order.
         passes: for one micro-batch, in order.
@@ -248,6 +248,7 @@ class StagePlan:
     combined: tuple[CollectiveKind, ...] = ()
     gap: float = 0.0
     host_bytes: float = 0.0
+    spread: tuple[float, ...] = ()
 
     @property
     def n_devices(self) -> int:
@@ -273,7 +274,7 @@ class StagePlan:
     @property
     def mesh(self) -> LogicalMesh:
         """Without its device: the choice of collectives depends on the links alone."""
-        return LogicalMesh(self.logical_shape, self.alpha, self.beta)
+        return LogicalMesh(self.logical_shape, self.alpha, self.beta, spread=self.spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

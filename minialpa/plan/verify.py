@@ -108,8 +108,8 @@ def _check_fingerprint(plan: PlanRecord) -> None:
 
 def _check_devices(plan: PlanRecord, stage: StagePlan, where: str) -> None:
     shape = stage.logical_shape
-    require(len(shape) in (1, 2) and min(shape) >= 1, f"{where}.logical_shape", shape, "1 or 2 positive lengths")
-    for name, values in (("alpha", stage.alpha), ("beta", stage.beta)):
+    require(len(shape) in (1, 2, 3) and min(shape) >= 1, f"{where}.logical_shape", shape, "1 to 3 positive lengths")
+    for name, values in (("alpha", stage.alpha), ("beta", stage.beta), ("spread", stage.spread or stage.beta)):
         require(len(values) == len(shape), f"{where}.{name}", values, f"one value for each axis of {shape}")
 
     hosts, per_host = stage.submesh

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from minialpa.cluster import axis_links
 from minialpa.plan import Plan
 from minialpa.plan.record import PlacedValue, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.plan.text import ranges_text
@@ -220,8 +221,7 @@ def axes_link(stage: StagePlan, axes: Sequence[int]) -> str:
 
 
 def crosses_hosts(stage: StagePlan, axis: int) -> bool:
-    """As in `ClusterSpec.logical_mesh`."""
-    return stage.logical_shape[axis] > 1 and math.prod(stage.logical_shape[axis:]) > stage.submesh[1]
+    return axis_links(stage.logical_shape, stage.submesh[1])[axis][0] > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,7 +128,7 @@ def _method(way: Way, fixed: tuple[tuple[str, PartitionSpec], ...]) -> Method:
     devices: Any = ClusterSpec.preset("h100", devices_per_host=n_devices) if way.gpus else jax.devices()[:n_devices]
     option = AutoShardingOption(attention=way.attention, fixed_specs=fixed)
     if way.kind in ONE_STAGE:
-        shape = way.mesh if len(way.mesh) == 2 else None
+        shape = way.mesh if len(way.mesh) > 1 else None
         if shape and not way.gpus:
             devices, shape = LogicalMesh(shape), None
         return ONE_STAGE[way.kind](devices, way.n, option, shape, remat=way.remat)

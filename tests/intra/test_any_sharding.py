@@ -64,8 +64,11 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)])
 @pytest.mark.parametrize("name", LOSSES)
-def test_any_sharding_gives_the_same_numbers(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_sharding_gives_the_same_numbers(
+    name: str, shape: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loss_fn, params, batch = LOSSES[name]
     rng = np.random.default_rng(seed)
     by_position: set[str] = set()
@@ -84,7 +87,7 @@ def test_any_sharding_gives_the_same_numbers(name: str, seed: int, monkeypatch: 
 
     monkeypatch.setattr(solve, "solve_graph", random_choices)
     monkeypatch.setattr(shard_arrays, "run_shard", spied)
-    parallel = minialpa.parallelize(step, method=ShardParallel(devices=LogicalMesh((2, 4))))
+    parallel = minialpa.parallelize(step, method=ShardParallel(devices=LogicalMesh(shape)))
     expected = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
     assert_allclose(parallel(params, batch), expected, rtol=2e-4, atol=1e-5)
     if name == "language":

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Plan, str]] = {
     "no micro-batch": (replace(good(), n_micro_batches=0), "n_micro_batches` is 0; expected at least 1"),
     "no stage": (replace(good(), stages=()), r"stages` is \(\); expected at least one stage"),
     "links of other axes": (with_stage(0, beta=(0.1, 0.1)), r"stages\[0\].beta` is .*one value for each axis of \(4,"),
-    "three axes": (with_stage(0, logical_shape=(2, 2, 1)), r"logical_shape` is .*expected 1 or 2 positive lengths"),
+    "four axes": (with_stage(0, logical_shape=(2, 2, 1, 1)), r"logical_shape` is .*expected 1 to 3 positive lengths"),
     "other devices": (with_stage(0, logical_shape=(8,)), r"logical_shape` is \(8,\); expected the 4 devices"),
     "part of two hosts": (with_stage(0, submesh=(2, 2)), r"submesh` is \(2, 2\); expected part of a host or whole"),
     "outside the cluster": (with_stage(1, first_device=5), r"stages\[1\].first_device` is 5; expected at most 4"),
@@ -96,11 +96,20 @@ CASES: dict[str, tuple[Plan, str]] = {
         r"stages\[0\].input_specs\[0\]` is S1; expected axes of a mesh of shape \(4,\)",
     ),
     "axis of one device": (
-        with_stage(0, logical_shape=(4, 1), alpha=(0.0, 0.0), beta=(0.0, 0.0), input_specs=(Spec(((1,),)),)),
+        with_stage(
+            0, logical_shape=(4, 1), alpha=(0.0, 0.0), beta=(0.0, 0.0), spread=(1.0, 1.0), input_specs=(Spec(((1,),)),)
+        ),
         r"stages\[0\].input_specs\[0\]` is S1; expected axes of a mesh of shape \(4, 1\) that have several devices",
     ),
     "axes in another order": (
-        with_stage(0, logical_shape=(2, 2), alpha=(0.0, 0.0), beta=(0.0, 0.0), input_specs=(Spec(((1, 0),)),)),
+        with_stage(
+            0,
+            logical_shape=(2, 2),
+            alpha=(0.0, 0.0),
+            beta=(0.0, 0.0),
+            spread=(1.0, 1.0),
+            input_specs=(Spec(((1, 0),)),),
+        ),
         r"stages\[0\].input_specs\[0\]` is S10; expected the axes of a dimension in ascending order",
     ),
     "axis in a loop": (

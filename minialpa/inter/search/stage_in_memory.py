@@ -434,9 +434,9 @@ def _too_large_error(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -
 
 
 def standard_plans(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
-    """`option` with ZeRO-3, ZeRO-2 and 2-D plans; empty if it fixes the split of the examples.
+    """`option` with ZeRO-3, ZeRO-2 and mixed plans; empty if it fixes the split of the examples.
 
-    2-D plans split examples over one mesh axis and layers over the other, with and without replicated parameters.
+    Mixed plans split examples over one mesh axis and layers over others, with and without replicated parameters.
     """
     splits = tuple(splits_of_examples(option, mesh))
     if not splits:
@@ -453,10 +453,10 @@ def standard_plans(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[Au
 
 
 def splits_of_examples(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
-    """`option` with the examples split over axis 0, then over axis 1; empty if it fixes their split."""
+    """`option` with the examples split over each axis; empty if it fixes their split."""
     if not option.enable_auto_sharding or option.data_parallel or option.force_batch_dim_to_mesh_dim is not None:
         return
-    axes: tuple[Literal[0, 1], ...] = (0, 1)
+    axes: tuple[Literal[0, 1, 2], ...] = (0, 1, 2)
     for axis, n_devices in zip(axes, mesh.shape, strict=False):
         if n_devices > 1:
             yield replace(option, force_batch_dim_to_mesh_dim=axis)

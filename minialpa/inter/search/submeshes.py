@@ -45,18 +45,22 @@ class Candidate:
 
 
 def candidates(
-    cluster: ClusterSpec, option: AutoStageOption, sharding: AutoShardingOption | None = None
+    cluster: ClusterSpec,
+    option: AutoStageOption,
+    sharding: AutoShardingOption | None = None,
+    users_shape: tuple[int, ...] = (),
 ) -> list[Candidate]:
     """Each submesh, part of a host or whole hosts, that `option` allows, with each of its logical shapes.
 
     sharding: leaves out shapes that do not have its `axis_lengths`, unless all lack them.
+    users_shape: of the user's mesh, a further choice if it has three axes.
     """
     out = []
     for device, n_hosts in _longest_runs(cluster).items():
         out += [
             Candidate(submesh, shape, device if cluster.host_devices else None)
             for submesh in _submeshes(option.submesh_physical_shape_space, n_hosts, cluster.devices_per_host)
-            for shape in logical_shapes(submesh, option.submesh_logical_shape_space)
+            for shape in logical_shapes(submesh, option.submesh_logical_shape_space, users_shape)
         ]
     return [one for one in out if sharding is None or sharding.has_axes(one.logical_shape)] or out
 
@@ -70,7 +74,7 @@ def _submeshes(space: PhysicalSpace, hosts: int, per_host: int) -> list[tuple[in
     return [(h, n) for h, n in dict.fromkeys(space) if (n <= per_host if h == 1 else n == per_host and h <= hosts)]
 
 
-def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]]:
+def logical_shapes(submesh: tuple[int, int], space: str, users_shape: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
     """space: `AutoStageOption.submesh_logical_shape_space`."""
     n = submesh[0] * submesh[1]
     match space:
@@ -81,13 +85,14 @@ def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]
         case "model_parallel_only":
             return [(1, n)]
         case _:
-            return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0]
+            own = [users_shape] if len(users_shape) > 2 and math.prod(users_shape) == n else []
+            return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0] + own
 
 
 def first_views(choices: Sequence[Candidate], per_host: int, n_examples: int) -> Bools:
     """[m]: whether candidate m is open at first.
 
-    A submesh with many logical shapes starts with one axis, with its hosts on axis 0, and with gcd(devices,
+    A submesh with many logical shapes starts with one and three axes, with its hosts on axis 0, and with gcd(devices,
     n_examples) devices on axis 0, for a micro-batch of `n_examples`.
     """
     shapes: dict[tuple[tuple[int, int], DeviceSpec | None], list[int]] = {}
@@ -98,8 +103,8 @@ def first_views(choices: Sequence[Candidate], per_host: int, n_examples: int) ->
     for (submesh, _), views in shapes.items():
         n = math.prod(submesh)
         outer = (n // math.gcd(n, per_host), math.gcd(n, n_examples))
-        first = [m for m in views if len(choices[m].logical_shape) == 1 or choices[m].logical_shape[0] in outer]
-        few = len(views) <= _FEW_VIEWS or not any(len(choices[m].logical_shape) > 1 for m in first)
+        first = [m for m in views if len(choices[m].logical_shape) != 2 or choices[m].logical_shape[0] in outer]
+        few = len(views) <= _FEW_VIEWS or not any(len(choices[m].logical_shape) == 2 for m in first)
         out[views if few else first] = True
     return out
 

@@ -58,7 +58,7 @@ def logical_mesh_of(plan: Plan) -> LogicalMesh | None:
     has_device = stage.compute_s > 0
     if has_device and (mesh.alpha, mesh.beta) == (stage.alpha, stage.beta):
         return None
-    return LogicalMesh(stage.logical_shape, stage.alpha, stage.beta, mesh.device if has_device else None)
+    return dataclasses.replace(stage.mesh, device=mesh.device if has_device else None)
 
 
 def difference(traced: TracedStep, plan: Plan) -> str | None:

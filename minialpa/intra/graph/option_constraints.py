@@ -179,7 +179,7 @@ def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tupl
     if forced is not None and live and forced >= len(mesh_shape):
         raise InfeasibleError(
             f"`force_batch_dim_to_mesh_dim={forced}` is no axis of the mesh of shape {mesh_shape} that the devices "
-            f"form. Set it to a number below {len(mesh_shape)}, or set `logical_shape` to a shape of two axes."
+            f"form. Set it to a number below {len(mesh_shape)}, or set `logical_shape` to a shape of {forced + 1} axes."
         )
     if option.data_parallel and forced is not None and live not in ((), (forced,)):
         raise InfeasibleError(

@@ -2,7 +2,7 @@
 
 A step is an operation on shards: cut a dimension or zero all copies but one (`mask`), both free; all-gather,
 all-reduce, reduce-scatter, all-to-all. Example: S0,R to R,S0 is one all-to-all, R,R+P0 to S0,R one reduce-scatter.
-An array has some dozens of specs on one or two mesh axes, so all its shortest paths are one small table
+An array has some dozens of specs on two mesh axes, hundreds on three, so all its shortest paths are one small table
 (Floyd-Warshall). Prices and programs use the same steps.
 """
 
@@ -80,7 +80,7 @@ class ReshardStep:
 
 def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[ReshardStep]:
     live = tuple(axis for axis, length in enumerate(mesh_shape) if length > 1)
-    for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
+    for axes in itertools.chain.from_iterable(itertools.combinations(live, n) for n in range(1, len(live) + 1)):
         if set(axes) <= set(src.partial):
             rest = _without_axes(src.partial, axes)
             # All pending axes at once: sums over one axis after the other would start alone.

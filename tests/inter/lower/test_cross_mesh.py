@@ -313,7 +313,7 @@ def test_a_tile_is_gathered_inside_itself() -> None:
     [
         ({"shape": (3, 4)}, r"splits a dimension of length 3, of an array of shape \(3, 4\), into 2 parts"),
         ({"source_spec": P("x", "x")}, "has an axis twice"),
-        ({"target_spec": P("z")}, "does not fit an array of 2 dimensions.*axes from x, y"),
+        ({"target_spec": P("w")}, "does not fit an array of 2 dimensions.*axes from x, y, z"),
         ({"target": MeshShape(3, (2,))}, "devices 3 to 4, but the cluster has 4 devices"),
     ],
 )
