@@ -7,7 +7,7 @@ is 1/8 of these eight arrays and the logsumexp; `alone_mb` is 1/8 of the memory 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ def _row(n_tokens: int, n_heads: int, n_key_heads: int) -> dict[str, Any]:
     arguments = _arguments(n_tokens, n_heads, n_key_heads)
     plans = [_planned(arguments, n) for n in (1, N)]
     alone, together = (plan.check(_step, arguments, target="h100").stages[0] for plan in plans)
-    moved: Counter[str] = Counter()
+    moved: defaultdict[str, float] = defaultdict(float)
     for one in plans[1].collectives:
         moved[one.kind] += one.n_bytes * one.times_per_step
     arrays = 4 * n_tokens * D * 2 * (n_heads + n_key_heads) + 4 * n_tokens * n_heads

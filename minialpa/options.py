@@ -462,6 +462,8 @@ class PlanOptions:
             (True) or recomputed (False); None for the faster choice that fits.
         cast_once: with several micro-batches, whether weights are cast to the types of their readers once per step
             (True) or in each pass (False); None for the faster choice that fits.
+        stack_matrices: equal updates of several matrices, such as Muon's, run on stacks of a multiple of this number of
+            matrices (0: one by one); None for the faster choice that fits.
     """
 
     n_micro_batches: int = 1
@@ -477,6 +479,7 @@ class PlanOptions:
     use_all_devices: bool = True
     keep_activations: bool | None = None
     cast_once: bool | None = None
+    stack_matrices: int | None = None
 
     def relaxed(self, relax: Callable[[AutoShardingOption], AutoShardingOption]) -> PlanOptions:
         """These options, with `relax` applied to the sharding options of method and stages."""

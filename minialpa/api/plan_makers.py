@@ -63,6 +63,7 @@ def on_known_stages(make: MakePlan, known: Plan | None, asked: PlanOptions) -> M
                     n_micro_batches=options.n_micro_batches,
                     keep_activations=options.keep_activations,
                     cast_once=options.cast_once,
+                    stack_matrices=options.stack_matrices,
                 )
                 return make(known_options, relax)
         return make(options, relax)

@@ -179,12 +179,20 @@ def _whole_staged_step(context: PlanningContext, layered: LayeredStep, chunks: C
     options = context.options
     n, keeps, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
     groups, splits = chunks.of_group(layered.of_group), splits_backward(options.schedule)
+    stacks = options.stack_matrices or 0
 
     # Attempts that differ only in shardings share one staged step.
     return context.staged.get_or_make(
-        (_layers_key(layered), chunks, n, keeps, casts, splits),
+        (_layers_key(layered), chunks, n, keeps, casts, splits, stacks),
         lambda: stage_step(
-            layered.step, n, groups, chunks.stage_of, keep_activations=keeps, cast_once=casts, splits_backward=splits
+            layered.step,
+            n,
+            groups,
+            chunks.stage_of,
+            keep_activations=keeps,
+            cast_once=casts,
+            splits_backward=splits,
+            stack_matrices=stacks,
         ),
     )
 
@@ -198,7 +206,7 @@ def _short_staged_step(
     context: PlanningContext, layered: LayeredStep, chunks: Chunks
 ) -> tuple[StagedStep, ShortStep] | None:
     """The tasks of a short step, and the short step; None if too few equations repeat."""
-    if not context.shortens or len(layered.plain.flat.eqns) < _LEAST_SHORTENED:
+    if not context.shortens or context.options.stack_matrices or len(layered.plain.flat.eqns) < _LEAST_SHORTENED:
         return None
     options = context.options
     n, keeps, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
@@ -237,6 +245,7 @@ def staged_step_of(context: PlanningContext, plan: Plan) -> StagedStep:
             plan.keeps_activations,
             plan.casts_once,
             splits_backward(plan.schedule),
+            plan.stack_matrices,
         ),
         lambda: realise(context.traced, plan).staged,
     )
@@ -368,6 +377,7 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
         per_micro_batch=staged.split.per_micro_batch,
         keeps_activations=bool(options.keep_activations),
         casts_once=bool(options.cast_once) and options.n_micro_batches > 1,
+        stack_matrices=options.stack_matrices or 0,
         batch=layered.plain.batch_arguments,
         compiler_options=compiler_options_of(context.cluster),
         roles=() if names is None else argument_roles(context.traced),

@@ -18,8 +18,9 @@ from typing import Literal
 from minialpa.errors import InfeasibleError, ShardingError, TraceError
 from minialpa.inter.build_plan import StageTooLargeError
 from minialpa.inter.context import PlanningContext
-from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.staging.cast_weights import casts_weights
+from minialpa.inter.staging.stack_matrices import stacks_matrices
+from minialpa.inter.staging.staged_step import stage_step
 from minialpa.options import (
     DATA_PARALLEL_METHODS,
     AutoShardingOption,
@@ -153,7 +154,7 @@ class _MethodTries:
         self.plans: list[Plan] = []
         self.best: PlanOptions | None = None
         self._outcomes: dict[PlanOptions, _Outcome] = {}
-        self._variants_of: dict[int, tuple[bool, bool]] = {}  # by number of micro-batches, see `_open_variants`
+        self._variants_of: dict[int, tuple[bool, ...]] = {}  # by number of micro-batches, see `_open_variants`
 
     def add(self, options: PlanOptions) -> _Outcome:
         """Plan with these options, unless that was done before, and compare with all earlier plans."""
@@ -198,9 +199,12 @@ class _MethodTries:
 
         plans, are_bounded = [], True
         choices = [(False, True) if is_open else (False,) for is_open in self._variants_of[n]]
-        for keeps, casts in itertools.product(*choices):
+        for keeps, casts, stacks in itertools.product(*choices):
             variant = replace(
-                options, keep_activations=keeps or options.keep_activations, cast_once=casts or options.cast_once
+                options,
+                keep_activations=keeps or options.keep_activations,
+                cast_once=casts or options.cast_once,
+                stack_matrices=self._context.cluster.n_devices if stacks else options.stack_matrices,
             )
             if variant == options:
                 continue
@@ -211,14 +215,15 @@ class _MethodTries:
         return plans, are_bounded and not plans
 
 
-def _open_variants(context: PlanningContext, n: int) -> tuple[bool, bool]:
-    """Whether keeping values for later loops, and casting weights once, are open and change the step."""
+def _open_variants(context: PlanningContext, n: int) -> tuple[bool, bool, bool]:
+    """Whether keeping values for later loops, casting weights once, and stacks of matrices are open and have effect."""
+    options = context.options
+    staged = stage_step(context.traced, n, (), (0,))
+    stacks = options.stack_matrices is None and stacks_matrices(staged)
     if n == 1:
-        return False, False
-    split = split_micro_batches(context.traced, n)
-    keeps_activations = context.options.keep_activations is None and split.recomputes_values
-    casts_once = context.options.cast_once is None and casts_weights(split)
-    return keeps_activations, casts_once
+        return False, False, stacks
+    keeps_activations = options.keep_activations is None and staged.split.recomputes_values
+    return keeps_activations, options.cast_once is None and casts_weights(staged.split), stacks
 
 
 def _halves(numbers: Sequence[int], n: int) -> Iterator[int]:

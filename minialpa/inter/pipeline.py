@@ -36,6 +36,7 @@ from minialpa.inter.search_payoff import or_equal_stages, plan_if_not_searched, 
 from minialpa.inter.short_plan import NotExpandedError
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.replan import options_of
+from minialpa.inter.staging.stack_matrices import stacks_matrices
 from minialpa.inter.whole_plan import whole_plan
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, remats
@@ -179,7 +180,8 @@ def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedS
 def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
     """`plan`, or its stages with per-example values kept for later loops, or with weights cast once per step.
 
-    A variant is planned if its option (`keep_activations`, `cast_once`) is open, and taken if it fits and is faster.
+    A variant, or one with updates on stacks of matrices, is planned if its option (`keep_activations`, `cast_once`,
+    `stack_matrices`) is open, and taken if it fits and is faster.
     """
     options = context.options
     if options.keep_activations is None and plan.n_loops > 1 and staged_step_of(context, plan).split.recomputes_values:
@@ -187,6 +189,10 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
     is_open = options.cast_once is None and plan.n_micro_batches > 1 and not plan.casts_once
     if is_open and casts_weights(staged_step_of(context, plan).split):
         plan = _or_planned_with(context, plan, cast_once=True)
+    n_devices = max(stage.n_devices for stage in plan.stages)
+    is_open = options.stack_matrices is None and not plan.stack_matrices and n_devices > 1
+    if is_open and stacks_matrices(staged_step_of(context, plan)):
+        plan = _or_planned_with(context, plan, stack_matrices=n_devices)
     return plan
 
 

@@ -75,6 +75,7 @@ def _placed_whole(context: PlanningContext, placed: PlacedStages, layered: Layer
         keep_activations=bool(options.keep_activations),
         cast_once=bool(options.cast_once),
         splits_backward=splits_backward(options.schedule),
+        stack_matrices=options.stack_matrices or 0,
     )
     return dataclasses.replace(placed, staged=staged, short=None)
 

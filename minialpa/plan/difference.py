@@ -78,6 +78,7 @@ def _setting_texts(plan: PlanRecord) -> dict[str, str]:
         "schedule": plan.schedule,
         "per-example values of earlier loops": "kept" if plan.keeps_activations else "recomputed in later loops",
         "casts of weights": "once per step" if plan.casts_once else "in each pass",
+        "updates of matrices": "in stacks" if plan.stack_matrices else "one by one",
     }
 
 

@@ -388,6 +388,7 @@ class PlanRecord:
             text.
         keeps_activations: whether later loops read kept values (True) or recompute them.
         casts_once: whether weights are cast to narrower dtypes once per step (True) or per pass.
+        stack_matrices: equal updates run on stacks of a multiple of this number of matrices; 0: one by one.
         batch: names of the arguments that hold the examples; empty without examples.
         compiler_options: (name, value) of XLA options for all programs.
         roles: of each input.
@@ -414,6 +415,7 @@ class PlanRecord:
     per_micro_batch: tuple[str, ...] = ()
     keeps_activations: bool = False
     casts_once: bool = False
+    stack_matrices: int = 0
     batch: tuple[str, ...] = ()
     compiler_options: tuple[tuple[str, bool], ...] = ()
     roles: tuple[ArgumentRole, ...] = ()

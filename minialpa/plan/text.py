@@ -55,6 +55,7 @@ def header(plan: PlanRecord) -> str:
         + (f" in {plan.n_loops} loops" if plan.n_loops > 1 else "")
         + (" that keep per-example values" if plan.keeps_activations else "")
         + (", weights cast once" if plan.casts_once else "")
+        + (", matrices updated in stacks" if plan.stack_matrices else "")
         + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
         + (f", rematerialisation {'/'.join(kept)}" if kept not in ([], ["none"]) else "")
     )

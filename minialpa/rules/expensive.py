@@ -20,11 +20,16 @@ _CONTRACTIONS = frozenset(
     )
 )
 _VIEWS = frozenset(("reshape", "squeeze", "transpose"))
-_EXPENSIVE = _CONTRACTIONS | {"cholesky", "eigh", "lu", "qr", "sort", "svd"}
+_DECOMPOSITIONS = frozenset(("cholesky", "eigh", "lu", "qr", "svd"))
+_EXPENSIVE = _CONTRACTIONS | _DECOMPOSITIONS | {"sort"}
 
 
 def is_contraction(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _CONTRACTIONS
+
+
+def is_decomposition(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _DECOMPOSITIONS
 
 
 def is_attention(eqn: JaxprEqn) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -101,6 +101,25 @@ def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Seq
         lines.append(" ".join((eqn.primitive.name, params, *map(name, eqn.invars), "->", *map(name, eqn.outvars))))
     lines.append(" ".join(map(name, outputs)))
     return lines
+
+
+def program_key(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> Hashable:
+    """Equal for programs that are equal up to the names of variables, in one process."""
+    opaque = [id(value) for eqn in eqns for value in _opaque_values(dict(eqn.params))]
+    return "\n".join(_program_lines(inputs, eqns, outputs)), tuple(opaque)
+
+
+def _opaque_values(param: Any) -> Iterator[Any]:
+    """Values in a parameter that its text does not show: constants and, for example, functions."""
+    if isinstance(jaxpr := getattr(param, "jaxpr", param), Jaxpr):
+        yield from getattr(param, "consts", ())
+        for eqn in jaxpr.eqns:
+            yield from _opaque_values(dict(eqn.params))
+    elif isinstance(param, dict | tuple | list):
+        for part in param.values() if isinstance(param, dict) else param:
+            yield from _opaque_values(part)
+    elif _param_text(param) == type(param).__name__:
+        yield param
 
 
 def _param_text(value: Any) -> str:

@@ -7,10 +7,6 @@ Layers are runs of equations in program order. With k_1 < ... < k_(L-1) the firs
 
     total        flops of all equations; one equation counts at most total / L, so its layer may have others, too
     crossing(k)  bytes of the values that are produced before equation k and read at or after it, each counted once
-
-Alpa minimises the largest number of bytes that enter one layer, and the sum only to break ties (Zheng et al., 2022).
-Here the sum comes first: the stage DP merges layers and pays for every border that it keeps, so one unavoidable large
-border must not make all smaller borders free.
 """
 
 from __future__ import annotations

@@ -4,14 +4,7 @@ Values are recomputed from kept values and the inputs of the layer, right before
 them (Chen et al., 2016). Layers are known only after tracing, so this rewrites programs; `jax.checkpoint` in the model
 acts earlier.
 
-A layer always keeps values that other layers, the update or the results read, and values without a dimension of
-examples, such as a sum of the weights of the batch: these are small, and a copy would be of a single micro-batch.
-
-The copies read their inputs after an `optimization_barrier`; else a compiler would merge them with the forward pass.
-The barrier also waits for cotangents and gradients of earlier backward passes: a compiler that delays gradients of
-weights, to run them beside collectives, would keep their operands for every layer.
-Weights that only products and lookups read bypass the barrier. These equations wait for their other operands anyway,
-and on GPUs a barrier may copy each array.
+The README of the package has the values that a layer keeps, and the reasons for the barriers.
 """
 
 from __future__ import annotations

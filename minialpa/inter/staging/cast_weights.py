@@ -1,12 +1,5 @@
 """Weights are cast once per step: a split step in; the same step, whose loops read weights in narrower types, out.
-
-Mixed precision keeps weights in float32 and casts them at each reader: in each pass of each micro-batch. Here the casts
-run before the first loop, and the loops read the results. The results take memory for the whole step, but can be
-gathered once, in the narrower type, while the weights stay sharded.
-
-A cast may follow a barrier of rematerialisation, or be inside a scan over layers, which casts a slice of the weight in
-each iteration. The barrier and the scan then take the narrower array. Weights that only products and lookups read
-bypass the barrier, as in `inter.layers.remat`.
+The README of the package has the reasons.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Last passes: the programs of a mesh in, the same programs with the sums of gradients in the last pass of a loop out.
 
-Accumulators are partial sums over devices. If the update summed them, no work would hide the collectives. The pass of
-the last micro-batch completes one accumulator after the other, so on GPUs it sums them, too, while it computes:
+On GPUs, the pass of the last micro-batch sums accumulators over devices while it computes (README of the package):
 
     pass            (*inputs, *accumulators) -> (*results, *accumulators)             all micro-batches but the last
     last pass       (*inputs, *accumulators) -> (*results, *accumulators, *sums)      without summed accumulators
     update          (*inputs, *sums)         -> results                               without the equations that sum
-
-The gradients of layers in a scan are complete when the scan ends, so their sums move into the scan, see
-`sums_in_scans.py`.
 """
 
 from __future__ import annotations

@@ -1,21 +1,7 @@
 """Placement: a split step and the mesh of each chunk in, the position, or mesh and level, of each equation out.
 
-A chunk is a run of layers that a stage executes at once; most stages have one chunk. With S chunks, positions 0..S-1 of
-a loop are the forward passes, and S..2S-1 the backward passes in reverse, so position p is chunk p or 2S-1-p. In a
-loop:
-
-1. A cheap equation that depends on no example floats: each task that reads it has a copy     -> _floating_equations
-2. A tagged equation goes to the first position, from its layer's on, that has its operands   -> _position_by_operands
-3. A backward equation without a tag goes to the first backward pass whose chunk holds its residuals
-                                                                                              -> _residual_position
-4. An equation whose operands have no position goes to its first reader                       -> with_first_readers
-
-A *home* of a variable is a mesh that makes it; of an input of the step, a mesh whose loops read it. Between loops:
-
-1. An equation runs on a home of its largest operand: an update follows its gradient          -> _meshes_by_operands
-2. An equation on inputs of the step alone (step counters, learning rates) runs on every mesh that reads its results
-                                                                                              -> _meshes_by_readers
-3. Tasks of level l + 1 wait for results of level l from other meshes                         -> _by_level
+With S chunks, position p of a loop is chunk p or, backward, 2S-1-p. A *home* of a variable is a mesh that makes it; of an
+input of the step, a mesh whose loops read it. The README of the package lists the rules.
 """
 
 from __future__ import annotations

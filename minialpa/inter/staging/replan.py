@@ -31,6 +31,7 @@ def options_of(plan: Plan) -> PlanOptions:
         sharding=first.option,
         keep_activations=plan.keeps_activations,
         cast_once=plan.casts_once,
+        stack_matrices=plan.stack_matrices,
     )
     # Without layers there is one stage, and no choice of layers to repeat.
     if not plan.layer_of_group:

@@ -21,6 +21,7 @@ from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.leaf_placement import values_of_parts
 from minialpa.inter.staging.mesh_problem import mesh_equations
 from minialpa.inter.staging.replan import check_fits
+from minialpa.inter.staging.stack_matrices import with_stacked_matrices
 from minialpa.inter.staging.tasks import StagedStep, stage_split, traced_positions
 from minialpa.inter.staging.verify_fit import blamed, verify_decisions, verify_layers
 from minialpa.intra.graph.problem import MeshEquations
@@ -41,12 +42,14 @@ def stage_step(
     keep_activations: bool = False,
     cast_once: bool = False,
     splits_backward: bool = False,
+    stack_matrices: int = 0,
 ) -> StagedStep:
     """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty.
 
     keep_activations: see `split_micro_batches`.
     cast_once: see `with_weights_cast_once`; has an effect with several micro-batches.
     splits_backward: see `stage_split`.
+    stack_matrices: if not 0, see `with_stacked_matrices`.
     """
     groups = chunk_of_group or [0] * traced.n_groups
     n_chunks = len(mesh_of_chunk)
@@ -61,7 +64,8 @@ def stage_step(
     if cast_once and n_micro_batches > 1:
         split = with_weights_cast_once(split)
     shared = _shared(split, by_direction=n_chunks > 1)
-    return stage_split(shared, groups, mesh_of_chunk, splits_backward=splits_backward)
+    staged = stage_split(shared, groups, mesh_of_chunk, splits_backward=splits_backward)
+    return with_stacked_matrices(staged, stack_matrices) if stack_matrices else staged
 
 
 def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
@@ -135,6 +139,7 @@ def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
             keep_activations=plan.keeps_activations,
             cast_once=plan.casts_once,
             splits_backward=splits_backward(plan.schedule),
+            stack_matrices=plan.stack_matrices,
         )
     return RealisedStep(cut=cut, rematerialised=step, staged=staged)
 

@@ -1,7 +1,6 @@
 """Sums inside of scans: a program in, the same program whose scans sum the gradients of their layers out.
 
-A scan over layers stacks their gradients, so all of them are complete only when it ends. In a last pass, or with one
-micro-batch, with a row t of the accumulator for each layer,
+In a last pass, or with one micro-batch, with a row t of the accumulator for each layer,
 
     for each layer:  g = gradient          becomes          for each layer:
     sum(t + g) over devices                                     g = sum(t + gradient) over devices
