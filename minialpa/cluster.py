@@ -81,6 +81,7 @@ class DeviceSpec:
         kernels: `None` for the roofline: max(flops / peak, bytes / bandwidth).
         n_processors: streaming multiprocessors of a GPU, which compute the tiles of a product in rounds; 0 if unknown.
         host_bandwidth: bytes per second to the memory of the host, and as many from it at the same time.
+        host_bytes: memory of the host for each device; None if unknown: then the planner moves no values to it.
     """
 
     name: str
@@ -90,6 +91,7 @@ class DeviceSpec:
     kernels: KernelRates | None = None
     n_processors: Annotated[int, Within(0)] = 0
     host_bandwidth: Positive = 50e9
+    host_bytes: Positive | None = None
 
     @api_boundary
     def __post_init__(self) -> None:
@@ -158,14 +160,19 @@ def _device(
     kernels: KernelRates | None = None,
     n_processors: int = 0,
     host_bandwidth: float = 50e9,
+    host_gb: float | None = 256,
     **tflops: float,
 ) -> DeviceSpec:
-    """Memory in GB, bandwidths in bytes/s, peak rates in Tflop/s by dtype. PCIe 5.0 with 16 lanes by default."""
+    """Memories in GB, bandwidths in bytes/s, peak rates in Tflop/s by dtype.
+
+    By default PCIe 5.0 with 16 lanes, and an eighth of the 2 TB of a DGX H100, H200 or B200.
+    """
     rates = tuple(sorted((k, v * 1e12) for k, v in tflops.items()))
-    return DeviceSpec(name, rates, memory_gb * 1e9, bandwidth, kernels, n_processors, host_bandwidth)
+    host_bytes = None if host_gb is None else host_gb * 1e9
+    return DeviceSpec(name, rates, memory_gb * 1e9, bandwidth, kernels, n_processors, host_bandwidth, host_bytes)
 
 
-#: PCIe 3.0 and 4.0 with 16 lanes, in bytes/s.
+#: PCIe 3.0 and 4.0 with 16 lanes, in bytes/s. Hosts: an eighth of a p3.16xlarge (488 GB) and of DGX A100s (1 and 2 TB).
 _PCIE_3, _PCIE_4 = 12e9, 25e9
 
 
@@ -202,12 +209,12 @@ _BLACKWELL = {"float32": 75, "tensorfloat32": 1125, "float16": 2250, "bfloat16":
 #: are rough: a virtual device has a part of a processor.
 _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     "v100-p3.16xlarge": (
-        _device("v100", 16, 0.9e12, _AMPERE_KERNELS, 80, _PCIE_3, float32=15.7, float16=125, bfloat16=15.7),
+        _device("v100", 16, 0.9e12, _AMPERE_KERNELS, 80, _PCIE_3, 61, float32=15.7, float16=125, bfloat16=15.7),
         LinkSpec(6e-6, 1 / 120e9),
         LinkSpec(2e-5, 1 / 3.1e9),
     ),
     "a100-40gb": (
-        _device("a100-40gb", 40, 1.55e12, _AMPERE_KERNELS, 108, _PCIE_4, **_AMPERE),
+        _device("a100-40gb", 40, 1.55e12, _AMPERE_KERNELS, 108, _PCIE_4, 128, **_AMPERE),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),
@@ -232,7 +239,7 @@ _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
         LinkSpec(1.5e-5, 1 / 50e9),
     ),
     "cpu": (
-        _device("cpu", 4, 1e10, float32=0.05, float16=0.01, bfloat16=0.01),
+        _device("cpu", 4, 1e10, host_gb=None, float32=0.05, float16=0.01, bfloat16=0.01),
         LinkSpec(5e-5, 1 / 2e9),
         LinkSpec(2e-4, 1 / 1e9),
     ),

@@ -243,7 +243,7 @@ DATA_PARALLEL_METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 #: What the backward pass of a layer recomputes, see `ManualLayerOption`.
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "dots", "full", "offload", "offload_inputs"]
 #: The choices of users.
 RematChoice = Remat | Literal["auto"] | bool
 
@@ -254,8 +254,8 @@ class ManualLayerOption:
 
     Attributes:
         remat: what the backward pass of each layer recomputes: no value ("none" or False), all values except results of
-            matrix products and convolutions ("dots"), or all values ("full" or True). "auto": the fastest choice that
-            fits in memory.
+            matrix products and convolutions ("dots"), or all values ("full" or True). "offload" is "dots", and
+            "offload_inputs" is "full", with the other values in host memory. "auto": the fastest choice that fits.
     """
 
     remat: RematChoice = False

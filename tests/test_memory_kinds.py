@@ -309,7 +309,8 @@ def test_offloaded_activations_are_in_host_memory_on_gpus(scans: bool) -> None:
     cluster = ClusterSpec.preset("h100", devices_per_host=1)
     plan = minialpa.plan(step, arguments, cluster=cluster, method=ShardParallel(), batch_argnums=(1,))
     (stage,) = plan.check(step, arguments).stages
-    assert stage.planned_host_bytes == stage.compiled_host_bytes == 3 * X.nbytes
+    # Outside of scans, XLA copies to the host as late as it can.
+    assert stage.planned_host_bytes == stage.compiled_host_bytes == (3 if scans else 2) * X.nbytes
 
 
 def test_arrays_in_host_memory_that_a_step_captures_are_refused() -> None:

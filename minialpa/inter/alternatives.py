@@ -152,6 +152,8 @@ def _other_micro_batches(traced: TracedStep, plan: Plan) -> Iterator[Alternative
 def _other_remats(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
     """The same in all layers of the plan; in a plan without layers, `ShardParallel(remat=...)`."""
     choices: tuple[Remat, ...] = ("none", "dots", "full")
+    if plan.cluster.device.host_bytes is not None:
+        choices = (*choices, "offload", "offload_inputs")
     if not plan.layer_of_group:
         for remat in choices[1:] if traced.n_groups else ():
             yield _alternative_by(f"remat {remat}", traced, plan, dataclasses.replace(options_of(plan), remat=remat))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from minialpa.cluster import ClusterSpec
+from minialpa.cluster import ClusterSpec, DeviceSpec
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
 from minialpa.inter.context import PlanningContext, compiler_options_of
 from minialpa.inter.layers.layered_step import LayeredStep
@@ -42,6 +43,7 @@ from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
 from minialpa.plan import Plan, PlanCost, PlannedOperator, StagePlan
 from minialpa.support.private_jax import warn
+from minialpa.support.sizes import bytes_text
 
 #: Steps with fewer equations are always planned as a whole.
 _LEAST_SHORTENED = 1000
@@ -58,6 +60,7 @@ class StageTooLargeError(InfeasibleError):
         n_live: most micro-batches in flight in a chunk.
         free: the fastest shardings in unlimited memory; None if the options forbid all, or if `is_too_slow`.
         is_too_slow: whether the caller has a faster plan.
+        n_bytes: the least memory of a device that any shardings found need, with the reserve; inf if unknown.
         by_compute: whether the compute alone is too slow.
     """
 
@@ -70,10 +73,11 @@ class StageTooLargeError(InfeasibleError):
         free: FreeSolution | None = None,
         is_too_slow: bool = False,
         by_compute: bool = False,
+        n_bytes: float = math.inf,
     ) -> None:
         super().__init__(message)
         self.stage, self.n_live, self.free = stage, n_live, free
-        self.is_too_slow, self.by_compute = is_too_slow, by_compute
+        self.is_too_slow, self.by_compute, self.n_bytes = is_too_slow, by_compute, n_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +189,7 @@ def _whole_staged_step(context: PlanningContext, layered: LayeredStep, chunks: C
     return context.staged.get_or_make(
         (_layers_key(layered), chunks, n, keeps, casts, splits, stacks),
         lambda: stage_step(
-            layered.step,
+            layered.step(one_program=len(chunks.layers) == 1),
             n,
             groups,
             chunks.stage_of,
@@ -302,16 +306,18 @@ def _solve_mesh(
         if isinstance(error, UnevenBatchError) and len(placed.stages) == 1:
             raise  # other stages cannot help
         message = f"Stage {mesh} on a mesh of shape {view.mesh.shape}: {error}"
-        free = error.free if isinstance(error, StageMemoryError) else None
+        free, n_bytes = (error.free, error.n_bytes) if isinstance(error, StageMemoryError) else (None, math.inf)
         raise StageTooLargeError(
             message,
             mesh,
             max(map(max, live)),
             free=free,
+            n_bytes=n_bytes,
             is_too_slow=isinstance(error, NotFasterError),
             by_compute=isinstance(error, NotFasterError) and error.by_compute,
         ) from error
 
+    _check_host_bytes(mesh, view.mesh.device, solved.memory.host_bytes(live))
     if stage.option.sharded_update:
         for gathered in gathered_state(problem, solved.sharding, view.mesh):
             warn(str(gathered))
@@ -326,6 +332,18 @@ def _solve_mesh(
         times=stage_times(problem, solved.sharding, solved.moved, view.mesh, staged.split.n_loops),
         free=solved.free,
     )
+
+
+def _check_host_bytes(mesh: int, device: DeviceSpec | None, n_bytes: float) -> None:
+    """Raises StageTooLargeError."""
+    limit = device.host_bytes if device is not None else None
+    if limit is not None and n_bytes > limit:
+        raise StageTooLargeError(
+            f"Stage {mesh} keeps {bytes_text(n_bytes)} per device in host memory, and `host_bytes` of the device is "
+            f"{bytes_text(limit)}. Use more devices or micro-batches, or move fewer arrays to the host.",
+            mesh,
+            1,
+        )
 
 
 def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Plan:

@@ -171,7 +171,7 @@ def _leaf_name(path: str, rows: tuple[int, int] | None) -> str:
 
 def _cut_into_blocks(whole: LayeredStep, homes: _Homes) -> CutStep:
     """The function with its scans over layers cut into the step's blocks."""
-    traced = whole.step
+    traced = whole.plain
     stacks = find_stacks(traced)
     blocks: list[tuple[tuple[int, int], ...]] = [((0, length),) for length in stacks.lengths]
     for leaf, var in enumerate(traced.flat.invars):

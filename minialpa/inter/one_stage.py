@@ -4,9 +4,10 @@ With `remat="auto"`, a plan that keeps all values is the answer if its fastest s
 fastest of these plans wins:
 
     free       all values kept, and shardings that save memory by collectives
-    uniform    all layers except the last keep the results of products (`dots`), or no value (`full`)
-    mixes      the first k layers do so, and the others keep more; least k, by linear interpolation of memory
-    last       if the fastest shardings never fit, `dots` and `full` with shardings that save memory
+    uniform    all layers except the last keep the results of products (`dots`), keep no value (`full`), move products
+               and the inputs of layers to the host (`offload`), or move the inputs alone (`offload_inputs`)
+    mixes      the fastest choices of single layers (`layers/choices.py`), the smallest ones first
+    last       if the fastest shardings never fit, the smallest choices with shardings that save memory
 
 Values of the first layers wait longest for the backward pass. The backward pass of the last layer follows at once, so
 rematerialisation saves no memory there.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +32,7 @@ from minialpa.inter.build_plan import (
     solve_meshes,
 )
 from minialpa.inter.context import PlanningContext
+from minialpa.inter.layers.choices import LayerCost, fastest_choices
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
 from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.submeshes import Candidate, candidates
@@ -38,13 +40,16 @@ from minialpa.inter.search.user_stages import DecidedStage, placed_stages
 from minialpa.intra.graph.constraints import shape_of_constraints
 from minialpa.options import AutoLayerOption, AutoStageOption, Remat, remats_of
 from minialpa.plan import Plan
-from minialpa.support.sizes import bytes_text
 
 #: A plan that fits is the answer up to this multiple of a faster plan that does not fit. By choice: plans in between
 #: take longer to find than they save.
 _AS_FAST = 1.01
-#: Most mixes that are planned. By choice: memory is nearly linear in k.
+#: Most mixes that are planned. By choice: memory is nearly a sum over layers.
 _MOST_MIXES = 3
+#: Choices that get slower shardings if no choice fits with its fastest ones.
+_MOST_OTHER_SHARDINGS = 2
+_RECOMPUTING: tuple[Remat, ...] = ("dots", "full")
+_MOVING: tuple[Remat, ...] = ("offload", "offload_inputs")
 #: The layers for which rematerialisation is chosen; scans are cut between them.
 _LAYERS = AutoLayerOption(remat="auto")
 
@@ -65,8 +70,8 @@ def plan_on_submesh(context: PlanningContext) -> Plan:
     if choices == ("none",) or context.traced.n_groups == 0:  # without gradients, no value waits for a backward pass
         return plan_stages(context, context.whole, [stage])
     if len(choices) == 1:
-        attempts = _RematAttempts(context, _cut_into_layers(context), stage)
-        layered = attempts.layered(recompute=choices[0], kept="none", n=attempts.n_may_recompute)
+        attempts = _LayerAttempts(context, _cut_into_layers(context), stage)
+        layered = attempts.layered(choices * attempts.n_may_recompute)
         return plan_stages(context, layered, [attempts.layered_stage()])
     return _plan_with_least_recomputation(context, stage)
 
@@ -120,21 +125,21 @@ def _plan_with_least_recomputation(context: PlanningContext, stage: DecidedStage
     except TraceError as error:
         return first.plan_or_raise(f"Rematerialisation needs layers, but the step cannot be cut into layers. {error}")
 
-    attempts = _RematAttempts(context, cut, stage)
+    attempts = _LayerAttempts(context, cut, stage)
     if not attempts.n_may_recompute:
         return first.plan_or_raise("Rematerialisation needs two layers, and the step has one.")
 
-    found = list(attempts.recomputing(first))
+    found = list(attempts.beside(first))
     plans = [one.plan for one in (first, *found) if one.plan is not None]
     if plans:
         return min(plans, key=preference)
     too_slow = next((one for one in found if one.failure is not None and one.failure.is_too_slow), None)
     if too_slow is not None:
         return too_slow.plan_or_raise()
-    least = min((one.free.n_bytes for one in found if one.free is not None), default=math.inf)
-    return first.plan_or_raise(
-        f"Rematerialisation of {attempts.n_may_recompute} of {cut.n_layers} layers is not enough, as the fastest "
-        f"shardings then need {bytes_text(least)} per device."
+    smallest = min((first, *found), key=lambda one: one.n_bytes)
+    return smallest.plan_or_raise(
+        f"Of all choices of values to keep, recompute or move to the host, `{smallest.choice}` for "
+        f"{attempts.n_may_recompute} of {cut.n_layers} layers needs the least memory."
     )
 
 
@@ -147,14 +152,22 @@ class _Attempt:
     """The outcome of one choice of rematerialisation.
 
     Attributes:
+        choice: of most layers.
         plan: None if no shardings fit.
         free: the fastest shardings in unlimited memory; None if options forbid all, or if the caller has a faster plan.
         failure: why there is no plan.
     """
 
+    choice: Remat
     plan: Plan | None
     free: FreeSolution | None
     failure: StageTooLargeError | None
+
+    @property
+    def n_bytes(self) -> float:
+        """The least memory that an attempt without a plan needs, with any shardings that it found."""
+        of_free = self.free.n_bytes if self.free is not None else math.inf
+        return min(of_free, self.failure.n_bytes if self.failure is not None else math.inf)
 
     @property
     def is_good(self) -> bool:
@@ -172,19 +185,24 @@ class _Attempt:
 
 
 def _attempt(
-    context: PlanningContext, layered: LayeredStep, stage: DecidedStage, *, saves_memory: bool = True
+    context: PlanningContext,
+    layered: LayeredStep,
+    stage: DecidedStage,
+    choice: Remat = "none",
+    *,
+    saves_memory: bool = True,
 ) -> _Attempt:
     placed = place_stages(context, layered, [stage])
     try:
         solved = solve_meshes(context, placed, saves_memory=saves_memory)
     except StageTooLargeError as failure:
-        return _Attempt(plan=None, free=failure.free, failure=failure)
-    return _Attempt(plan=build_plan(context, placed, solved), free=solved[0].free, failure=None)
+        return _Attempt(choice=choice, plan=None, free=failure.free, failure=failure)
+    return _Attempt(choice=choice, plan=build_plan(context, placed, solved), free=solved[0].free, failure=None)
 
 
 @dataclass(frozen=True, slots=True)
-class _RematAttempts:
-    """Attempts to plan a single stage with rematerialisation in some layers."""
+class _LayerAttempts:
+    """Attempts to plan a single stage whose layers recompute values or move them to the host."""
 
     context: PlanningContext
     cut: CutStep
@@ -192,61 +210,67 @@ class _RematAttempts:
 
     @property
     def n_may_recompute(self) -> int:
-        """Number of layers that may recompute values: all except the last."""
+        """Number of layers that may recompute or move values: all except the last."""
         return self.cut.n_layers - 1
 
-    def layered(self, recompute: Remat, kept: Remat, n: int) -> LayeredStep:
-        """`recompute` in the first n layers, `kept` in the next, and all values kept in the last layer."""
-        return layered_step(self.cut, (recompute,) * n + (kept,) * (self.n_may_recompute - n) + ("none",))
+    def layered(self, choices: Sequence[Remat]) -> LayeredStep:
+        """choices: of all layers except the last, which keeps all values."""
+        return layered_step(self.cut, (*choices, "none"))
 
     def layered_stage(self) -> DecidedStage:
         return dataclasses.replace(self.stage, layers=tuple(range(self.cut.n_layers)))
 
-    def recomputing(self, first: _Attempt) -> Iterator[_Attempt]:
+    def beside(self, first: _Attempt) -> Iterator[_Attempt]:
         """Attempts that may beat `first`, which keeps all values."""
-        kept: Remat = "none"
-        choices: tuple[Remat, ...] = ("dots", "full")
-        last = first
-        for recompute in choices:
-            found = self._attempt(recompute, kept, self.n_may_recompute)
-            if found.plan is not None:
-                yield found
-                yield from self._mixes(kept, recompute, (last, found))
-                return
-            if found.free is None:
-                return
-            kept, last = recompute, found
+        device = self.stage.candidate.device or self.context.cluster.device
+        may_move = device.host_bytes is not None
+        alone = [first]
+        for choice in (*_RECOMPUTING, *_MOVING) if may_move else _RECOMPUTING:
+            found = self._attempt((choice,) * self.n_may_recompute)
             yield found
+            if found.free is not None:
+                alone.append(found)
+            is_over = found.plan is not None and not may_move
+            if is_over or (found.free is None and choice in _RECOMPUTING):
+                break
 
+        if any(one.plan is not None for one in alone):
+            yield from self._mixes(alone)
+            return
         # The fastest shardings never fit.
-        for recompute in choices:
-            yield self._attempt(recompute, kept, self.n_may_recompute, saves_memory=True)
+        for one in sorted(alone[1:], key=lambda one: one.n_bytes)[:_MOST_OTHER_SHARDINGS]:
+            yield self._attempt((one.choice,) * self.n_may_recompute, saves_memory=True)
 
-    def _mixes(self, kept: Remat, recompute: Remat, ends: tuple[_Attempt, _Attempt]) -> Iterator[_Attempt]:
-        """Attempts with `recompute` in the first layers and `kept` in the others.
+    def _mixes(self, alone: Sequence[_Attempt]) -> Iterator[_Attempt]:
+        """Attempts with several choices. alone: attempts with one choice for all layers.
 
-        ends: the attempts with `kept` in all layers, which does not fit, and with `recompute` in all, which fits.
+        Seconds and bytes are taken to be sums over layers, and the error of a sum to be that of the mix before.
         """
-        too_few, enough = 0, self.n_may_recompute
-        free = [one.free for one in ends]
+        free = [one.free for one in alone if one.free is not None]
+        n, kept = self.n_may_recompute, free[0]
+        costs = [LayerCost((f.n_bytes - kept.n_bytes) / n, (f.seconds - kept.seconds) / n) for f in free]
+        limit, tried = kept.limit_bytes - kept.n_bytes, {(k,) * n for k in range(len(free))}
+        best_s = min(one.plan.cost.total_s for one in alone if one.plan is not None)
         for _ in range(_MOST_MIXES):
-            assert free[0] is not None and free[1] is not None, ends
-            if enough - too_few < 2 or free[1].seconds <= _AS_FAST * free[0].seconds:
+            picks = fastest_choices([costs] * n, limit)
+            if picks is None:
                 return
-            missing = (free[0].n_bytes - free[0].limit_bytes) / (free[0].n_bytes - free[1].n_bytes)
-            n = min(enough - 1, max(too_few + 1, too_few + math.ceil(missing * (enough - too_few))))
-
-            found = self._attempt(recompute, kept, n)
+            picks = tuple(sorted(picks, key=lambda k: costs[k].n_bytes))  # values of the first layers wait longest
+            predicted_s = kept.seconds + sum(costs[k].seconds for k in picks)
+            if picks in tried or best_s <= _AS_FAST * predicted_s:
+                return
+            tried.add(picks)
+            found = self._attempt([alone[k].choice for k in picks])
             if found.free is None:
                 return
             yield found
             if found.plan is not None:
-                enough, free[1] = n, found.free
-            else:
-                too_few, free[0] = n, found.free
+                best_s = min(best_s, found.plan.cost.total_s)
+            error = found.free.n_bytes - kept.n_bytes - sum(costs[k].n_bytes for k in picks)
+            limit = kept.limit_bytes - kept.n_bytes - error
 
-    def _attempt(self, recompute: Remat, kept: Remat, n: int, *, saves_memory: bool = False) -> _Attempt:
+    def _attempt(self, choices: Sequence[Remat], *, saves_memory: bool = False) -> _Attempt:
         # Mixes may be faster than `below_s` even if these shardings are not.
         below_s = self.context.below_s if saves_memory else math.inf
         context = dataclasses.replace(self.context, below_s=below_s)
-        return _attempt(context, self.layered(recompute, kept, n), self.layered_stage(), saves_memory=saves_memory)
+        return _attempt(context, self.layered(choices), self.layered_stage(), choices[0], saves_memory=saves_memory)

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.layers.forward import sublayers_of
 from minialpa.inter.layers.layered_step import LayeredStep
-from minialpa.inter.layers.remat import rematerialise
+from minialpa.inter.layers.offload import with_choices
 from minialpa.inter.schedule.chunks import Chunks
 from minialpa.inter.search.short_step import (
     NotShortened,
@@ -166,7 +166,10 @@ def staged_short_step(
 ) -> StagedStep:
     """The tasks of a short step, with `Repeats`. Raises TraceError if it cannot be split."""
     layers = step.layer_of_group
-    traced = rematerialise(step.short.step, layers, step.layered.remat) if layers else step.short.step
+    one_program = len(chunks.layers) == 1
+    traced = step.short.step
+    if layers:
+        traced = with_choices(traced, layers, step.layered.remat, one_program=one_program)
     groups = chunks.of_group(layers)
     staged = stage_step(
         traced,

@@ -203,11 +203,11 @@ def wait_by_data(*arrays: Any) -> tuple[Any, ...]:
     # Never true: a NaN is not equal to 0.
     read = jnp.stack(elements)
     never = jnp.any((read != read) & (read == 0))
-    # XLA drops a move to host memory and back without a barrier between them.
-    in_host = iter(_barrier(*(array for array in arrays if is_in_host(jax.typeof(array)))))
+    if any(is_in_host(jax.typeof(array)) for array in arrays):
+        # XLA keeps barriers around moves, and drops a move to host memory and back without one between them.
+        arrays = _barrier(*arrays, read)[:-1]
     return tuple(
-        next(in_host) if is_in_host(jax.typeof(array)) else jnp.where(never, jnp.zeros_like(array), array)
-        for array in arrays
+        array if is_in_host(jax.typeof(array)) else jnp.where(never, jnp.zeros_like(array), array) for array in arrays
     )
 
 

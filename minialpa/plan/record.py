@@ -184,7 +184,7 @@ class PlannedPass:
         kind: `step` is forward and backward in one pass, with one stage. With a `weights` pass, `backward` makes only
             gradients that the earlier chunk reads.
         chunk: number in the pipeline.
-        communication_s: collectives that devices wait for.
+        communication_s: collectives, and copies to and from host memory, that devices wait for.
         loop: counts from 1.
         hidden_s: collectives that run beside compute.
     """

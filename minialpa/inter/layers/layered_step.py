@@ -17,10 +17,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from minialpa.inter.layers.forward import assign_layers
-from minialpa.inter.layers.remat import rematerialise
+from minialpa.inter.layers.offload import with_choices
 from minialpa.inter.layers.row_blocks import GroupKey, RowBlocks
 from minialpa.inter.layers.stacks import Stacks, find_stacks
 from minialpa.inter.layers.unstack import unstack, with_row_blocks
@@ -49,9 +48,11 @@ class LayeredStep:
     remat: tuple[Remat, ...] = ()
     row_blocks: RowBlocks = ()
 
-    @cached_property
-    def step(self) -> TracedStep:
-        return rematerialise(self.plain, self.of_group, self.remat) if self.of_group else self.plain
+    def step(self, *, one_program: bool) -> TracedStep:
+        """one_program: whether all layers run in one program."""
+        if not self.of_group:
+            return self.plain
+        return with_choices(self.plain, self.of_group, self.remat, one_program=one_program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
 
 def whole_scans(whole: LayeredStep, option: LayerOption) -> CutStep:
     """The step with layers and uncut scans. Raises the errors of `assign_layers`."""
-    return CutStep(whole=whole, step=whole.step, of_group=assign_layers(whole.step, option))
+    return CutStep(whole=whole, step=whole.plain, of_group=assign_layers(whole.plain, option))
 
 
 def cut_scans(whole: LayeredStep, option: LayerOption) -> CutStep | None:
@@ -106,7 +107,7 @@ def cut_scans(whole: LayeredStep, option: LayerOption) -> CutStep | None:
 
 def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
     """The same step with one layer for each chunk, and neighbouring rows of a chunk in one block."""
-    stacks = find_stacks(cut.whole.step)
+    stacks = find_stacks(cut.whole.plain)
     chunk_of = {key: chunk_of_layer[layer] for key, layer in zip(cut.groups, cut.of_group, strict=True)}
     blocks = tuple(_joined_sizes(stacks, stack, sizes, chunk_of) for stack, sizes in enumerate(cut.row_blocks))
     return _cut_into_blocks(cut.whole, stacks, blocks, chunk_of)
@@ -114,7 +115,7 @@ def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
 
 def _cut_as_planned(whole: LayeredStep, option: FixedLayerOption) -> CutStep:
     """The step in the row blocks of a plan, which has a layer for each forward group of the cut step."""
-    cut = with_row_blocks(whole.step, option.row_blocks)
+    cut = with_row_blocks(whole.plain, option.row_blocks)
     return CutStep(
         whole=whole,
         step=cut.step,
@@ -125,12 +126,12 @@ def _cut_as_planned(whole: LayeredStep, option: FixedLayerOption) -> CutStep:
 
 
 def _cut_between_layers(whole: LayeredStep, option: AutoLayerOption) -> CutStep | None:
-    stacks = find_stacks(whole.step)
+    stacks = find_stacks(whole.plain)
     if not stacks.lengths:
         return None
 
     single = tuple((1,) * n_rows for n_rows in stacks.lengths)
-    by_rows = unstack(whole.step, stacks, single, inline=False)
+    by_rows = unstack(whole.plain, stacks, single, inline=False)
     layer_of = dict(zip(by_rows.groups, assign_layers(by_rows.step, option), strict=True))
 
     may_recompute = any(choice != ("none",) for choice in remats(option, 1))
@@ -144,7 +145,7 @@ def _cut_between_layers(whole: LayeredStep, option: AutoLayerOption) -> CutStep 
 def _cut_into_blocks(
     whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer_of: Mapping[GroupKey, int]
 ) -> CutStep:
-    cut = unstack(whole.step, stacks, blocks)
+    cut = unstack(whole.plain, stacks, blocks)
     of_group = _layers_of_groups(cut.groups, stacks, layer_of)
     return CutStep(whole=whole, step=cut.step, of_group=of_group, row_blocks=blocks, groups=cut.groups)
 

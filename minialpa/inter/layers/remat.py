@@ -31,14 +31,15 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat]) -> TracedStep:
     """`traced`, with the rematerialisation `remat[layer]` of each layer.
 
-    `full` keeps no values, `dots` the results of matrix products and convolutions, `"none"` all values.
+    `full` and `offload_inputs` keep no values, `dots` and `offload` the results of matrix products and convolutions,
+    `none` all values.
     """
     if all(choice == "none" for choice in remat):
         return traced
 
     values = _facts_of_values(traced)
-    parts: list[tuple[_Layer, _Recomputed, list[int]]] = []
-    for number, layer in _layers(traced, layer_of_group):
+    parts: list[tuple[Layer, _Recomputed, list[int]]] = []
+    for number, layer in layers_of(traced, layer_of_group):
         for part in _separate_passes(layer) if remat[number] != "none" else ():
             recomputed = _equations_to_recompute(traced, part, remat[number], values)
             readers = _readers_of_copies(traced, part, recomputed)
@@ -52,7 +53,7 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     return rewrite.step()
 
 
-def _readers_of_copies(traced: TracedStep, layer: _Layer, recomputed: _Recomputed) -> list[int]:
+def _readers_of_copies(traced: TracedStep, layer: Layer, recomputed: _Recomputed) -> list[int]:
     copied = recomputed.copied(traced.flat.eqns)
     return [i for i in layer.backward if not copied.isdisjoint(operand_vars(traced.flat.eqns[i]))]
 
@@ -66,11 +67,11 @@ class _StepRewrite:
         self.eqns = list(traced.flat.eqns)
         self.inserted: dict[int, list[Op]] = {}  # by the operation before which they run
 
-    def recompute(self, layer: _Layer, recomputed: _Recomputed, readers: Sequence[int]) -> None:
+    def recompute(self, layer: Layer, recomputed: _Recomputed, readers: Sequence[int]) -> None:
         """Insert copies of equations before the first of `readers`, the backward equations that read the copies."""
         ended = [i for i in self.gradients if i < readers[0]]
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
-        required = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
+        required = dict.fromkeys([*cotangents_of(self.traced, layer, readers[0]), *gradients])
         eqns = [self.eqns[i] for i in recomputed.equations]
         copies, names = _copies(
             eqns, recomputed.copied(self.eqns), list(required), _weights_read_in_place(eqns, self.weights)
@@ -80,7 +81,7 @@ class _StepRewrite:
             original = self.traced.flat.ops[recomputed.equations[k]]
             inserted.append(replace(original, eqn=copy, origin=replace(original.origin, direction="backward")))
         for i in readers:
-            self.eqns[i] = self.eqns[i].replace(invars=_renamed(self.eqns[i].invars, names))
+            self.eqns[i] = self.eqns[i].replace(invars=renamed(self.eqns[i].invars, names))
 
     def step(self) -> TracedStep:
         ops: list[Op] = []
@@ -116,16 +117,24 @@ def _facts_of_values(traced: TracedStep) -> _Values:
     kinds = batch_kinds(traced, 1)
     aggregates = {value for value, kind in kinds.items() if kind == AGGREGATE}
     always_kept = frozenset(aggregates | _compared_with_extremes(traced.flat.eqns, kinds))
-    return _Values(readers=readers, always_kept=always_kept, gradients=_gradient_sums(traced, kinds))
+    return _Values(readers=readers, always_kept=always_kept, gradients=gradient_sums(traced, kinds))
 
 
-def _gradient_sums(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
+def gradient_sums(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
+    """See `_Values`. A transposed sum counts instead of the sum: compilers make only the transposed one."""
     gradients: dict[int, list[Var]] = {}
+    maker: dict[Var, int] = {}
     for i, (eqn, origin) in enumerate(zip(traced.flat.eqns, traced.origins, strict=True)):
+        if origin.direction != "backward":
+            continue
         reads_rows = any(isinstance(kinds.get(operand), int) for operand in operand_vars(eqn))
         sums = [result for result in eqn.outvars if kinds.get(result) == AGGREGATE]
-        if origin.direction == "backward" and reads_rows and sums:
-            gradients[i] = sums
+        if eqn.primitive.name == "transpose" and eqn.invars[0] in maker:
+            gradients.pop(maker[eqn.invars[0]], None)
+        elif not (reads_rows and sums) or eqn.primitive.name == "optimization_barrier":
+            continue
+        gradients[i] = sums
+        maker.update((v, i) for v in sums)
     return gradients
 
 
@@ -139,24 +148,24 @@ def _compared_with_extremes(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
     """The numbers of a layer's equations."""
 
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
 
 
-def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int, _Layer]]:
+def layers_of(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int, Layer]]:
     """The equations of each layer, with its number. Each gradient of the step has separate layers."""
-    layers: dict[tuple[int, int], _Layer] = {}
+    layers: dict[tuple[int, int], Layer] = {}
     for i, origin in enumerate(traced.origins):
         if origin.group is not None and origin.direction != "other":
-            layer = layers.setdefault((layer_of_group[origin.group], origin.call), _Layer())
+            layer = layers.setdefault((layer_of_group[origin.group], origin.call), Layer())
             (layer.forward if origin.direction == "forward" else layer.backward).append(i)
     return [(number, layer) for (number, _), layer in sorted(layers.items(), key=lambda item: item[0])]
 
 
-def _separate_passes(layer: _Layer) -> list[_Layer]:
+def _separate_passes(layer: Layer) -> list[Layer]:
     """The forward passes of a layer that backward passes separate, each with all backward equations.
 
     When the first backward pass reads its copies, the second forward pass has not run.
@@ -169,7 +178,7 @@ def _separate_passes(layer: _Layer) -> list[_Layer]:
             passes.append([])
         passes[-1].append(i)
         n_before = n_backward
-    return [_Layer(forward, layer.backward) for forward in passes]
+    return [Layer(forward, layer.backward) for forward in passes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +195,7 @@ class _Recomputed:
         return {result for i in self.equations for result in eqns[i].outvars} - self.kept
 
 
-def _equations_to_recompute(traced: TracedStep, layer: _Layer, choice: Remat, values: _Values) -> _Recomputed:
+def _equations_to_recompute(traced: TracedStep, layer: Layer, choice: Remat, values: _Values) -> _Recomputed:
     """Forward equations whose results are not kept and that the backward pass needs, directly or through others."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
@@ -208,20 +217,20 @@ def _equations_to_recompute(traced: TracedStep, layer: _Layer, choice: Remat, va
         kept -= compared
 
 
-def _needed_equations(eqns: Sequence[JaxprEqn], layer: _Layer, choice: Remat, kept: set[Var]) -> _Recomputed:
+def _needed_equations(eqns: Sequence[JaxprEqn], layer: Layer, choice: Remat, kept: set[Var]) -> _Recomputed:
     """The equations to copy if a layer keeps `kept`."""
     needed = {operand for i in layer.backward for operand in operand_vars(eqns[i])}
     recomputed: list[int] = []
     for i in reversed(layer.forward):
         eqn = eqns[i]
-        may_copy = not eqn.effects and not (choice == "dots" and has_contraction(eqn))
+        may_copy = not eqn.effects and not (choice in ("dots", "offload") and has_contraction(eqn))
         if may_copy and any(v in needed and v not in kept for v in eqn.outvars):
             recomputed.append(i)
             needed.update(operand_vars(eqn))
     return _Recomputed(recomputed[::-1], kept)
 
 
-def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, recomputed: _Recomputed) -> set[Var]:
+def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: Layer, recomputed: _Recomputed) -> set[Var]:
     """Values that are compared with copies.
 
     The derivative of a maximum looks for the operand that is equal to the maximum, and copies may differ in the last
@@ -239,7 +248,7 @@ def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, recomputed: _
 # ---- copies of equations ---------------------------------------------------------------------------------------------
 
 
-def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
+def cotangents_of(traced: TracedStep, layer: Layer, first: int) -> list[Var]:
     """Values of other backward passes that the backward pass of `layer` reads, if made before equation `first`."""
     own = set(layer.backward)
     computed = {
@@ -281,18 +290,18 @@ def _copies(
     """
     made = copied | in_front
     inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in made)
-    barrier, after_barrier = _barrier([*inputs, *(value for value in required if value not in inputs)])
+    barrier, after_barrier = barrier_of([*inputs, *(value for value in required if value not in inputs)])
 
     copies = [(eqn, 0) for eqn in barrier]
     names: dict[Var, Var] = {}
     for k, eqn in enumerate(eqns):
         outvars = [fresh_var(aval_of(result)) for result in eqn.outvars]
-        copies.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, after_barrier), names), outvars=outvars), k))
+        copies.append((eqn.replace(invars=renamed(renamed(eqn.invars, after_barrier), names), outvars=outvars), k))
         names.update((v, copy) for v, copy in zip(eqn.outvars, outvars, strict=True) if v in copied)
     return copies, names
 
 
-def _barrier(values: Sequence[Var]) -> tuple[list[JaxprEqn], dict[Var, Var]]:
+def barrier_of(values: Sequence[Var]) -> tuple[list[JaxprEqn], dict[Var, Var]]:
     """An `optimization_barrier` and the new names of the values. Barriers take no arrays of extended dtypes."""
     arrays = [value for value in values if not is_extended(aval_of(value).dtype)]
     if not arrays:
@@ -301,5 +310,5 @@ def _barrier(values: Sequence[Var]) -> tuple[list[JaxprEqn], dict[Var, Var]]:
     return barrier, dict(zip(arrays, after_barrier, strict=True))
 
 
-def _renamed(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
+def renamed(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
     return [v if is_literal(v) else names.get(v, v) for v in atoms]

@@ -67,11 +67,14 @@ class NotFasterError(InfeasibleError):
 
 
 class StageMemoryError(InfeasibleError):
-    """No shardings fit in memory. free: the cheapest shardings in unlimited memory."""
+    """No shardings fit in memory.
 
-    def __init__(self, message: str, free: FreeSolution) -> None:
+    free: the cheapest shardings in unlimited memory. n_bytes: of the smallest shardings found, with the reserve.
+    """
+
+    def __init__(self, message: str, free: FreeSolution, n_bytes: float) -> None:
         super().__init__(message)
-        self.free = free
+        self.free, self.n_bytes = free, min(n_bytes, free.n_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,6 +187,7 @@ class StageSolver:
                     f"The fastest shardings need {bytes_text(free.n_bytes)} per device, and the limit is "
                     f"{bytes_text(free.limit_bytes)}.",
                     free,
+                    free.n_bytes,
                 )
             found = self._solution_in_memory(request, free, found.sharding.bound_s, slowest)
         return replace(self._in_variables_of(found, staged, mesh, problem, view), free=free)
@@ -246,7 +250,7 @@ class StageSolver:
         try:
             found = self._solution(request, key, request.option, (bound_s, free.n_bytes))
         except InfeasibleError as error:
-            raise StageMemoryError(str(error), free) from error
+            raise StageMemoryError(str(error), free, getattr(error, "n_bytes", math.inf)) from error
         self._in_memory.setdefault(request.kind, []).append(found)
         return found
 

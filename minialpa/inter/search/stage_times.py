@@ -1,6 +1,9 @@
 """The solved tasks of a mesh and their collectives in, the seconds of each pass and of the update out.
 
-    seconds of a task = compute + exposed collectives + max(0, hidable collectives - overlap * compute)
+    seconds of a task = compute + exposed collectives + max(0, hidable collectives - overlap * compute) + exposed copies
+
+Copies between the memories of device and host run beside compute, one after the other in each direction. A copy to the
+device is exposed until its first reader, a copy to the host until a barrier waits for it or the task ends.
 
 Collectives that start as one take one alpha. A loop that communicates counts separately.
 """
@@ -13,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import GPU_COMBINED_BYTES, Collective, CollectiveKind, adding_s, combined_kinds, is_gpu
@@ -21,6 +24,7 @@ from minialpa.inter.staging.mesh_problem import TaskCollectives
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.spmd import Communication
 from minialpa.intra.strategies.combining import WITH_GRADIENTS, StartCounts
+from minialpa.ir.equations import aval_of, is_in_host, moves_memory, operand_vars
 from minialpa.plan import PlannedPass
 
 #: The group of collectives of an update that no work hides. Other groups have numbers from 0.
@@ -72,10 +76,12 @@ def stage_times(
     per_step_s, waited_s = [0.0] * n_loops, [0.0] * n_loops
     in_update: list[list[Communication]] = [[] for _ in range(n_loops)]
     for one in moved:
-        task, compute = one.task, sum(compute_s[eqn] for eqn in one.task.eqns)
+        task = one.task
+        compute = sum(compute_s[eqn] for eqn in task.eqns if not moves_memory(eqn))
+        copies_s = _exposed_copies_s(task.eqns, compute_s)
         after_pass = (task.loop or n_loops) - 1  # A prologue counts with the update.
         if task.kind == "prologue" or task.kind == "update":
-            per_step_s[after_pass] += compute
+            per_step_s[after_pass] += compute + copies_s
             # Hidable collectives of a kind start together, and so do the others.
             groups = {True: WITH_GRADIENTS, False: _EXPOSED}
             in_update[after_pass] += [each._replace(group=groups[each.can_hide], after=0) for each in one.collectives]
@@ -88,7 +94,7 @@ def stage_times(
                 kind=task.kind,
                 chunk=task.chunk,
                 compute_s=compute,
-                communication_s=exposed_s,
+                communication_s=exposed_s + copies_s,
                 loop=task.loop,
                 hidden_s=hidden_s,
             )
@@ -103,6 +109,24 @@ def stage_times(
         for work_s, extra_s, collectives in zip(per_step_s, waited_s, in_update, strict=True)
     )
     return StageTimes(tuple(passes), update, tuple(between))
+
+
+def _exposed_copies_s(eqns: Sequence[JaxprEqn], seconds: Mapping[JaxprEqn, float]) -> float:
+    if not any(map(moves_memory, eqns)):
+        return 0.0
+    now = compute_s = 0.0
+    free = {True: 0.0, False: 0.0}  # ends of the last copies to the host, and from it
+    ends: dict[Var, float] = {}
+    for eqn in eqns:
+        waits_until = max((ends.pop(v) for v in operand_vars(eqn) if v in ends), default=0.0)
+        if moves_memory(eqn):
+            to_host = is_in_host(aval_of(eqn.outvars[0]))
+            free[to_host] = max(now, waits_until, free[to_host]) + seconds[eqn]
+            ends[eqn.outvars[0]] = free[to_host]
+        else:
+            now = max(now, waits_until) + seconds[eqn]
+            compute_s += seconds[eqn]
+    return max(now, *free.values()) - compute_s
 
 
 def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[CollectiveKind]) -> StartCounts:

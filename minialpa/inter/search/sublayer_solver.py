@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import TraceError
 from minialpa.inter.layers.forward import sublayers_of
-from minialpa.inter.layers.remat import rematerialise
+from minialpa.inter.layers.offload import with_choices
 from minialpa.inter.search.short_step import NotShortened, StagedSublayers, SublayeredStep, shortened, whole_step
 from minialpa.inter.search.stage_cost import SublayerCost, SublayerCosts, border_bytes
 from minialpa.inter.search.submeshes import MEMORY_PRICES, Candidate, Columns, Space
@@ -146,8 +146,8 @@ class SublayerSolver:
     def _costs_of(self, sublayered: SublayeredStep, n: int, remat: Remat) -> SublayerCosts:
         search, key = self._search, (sublayered is self._whole, remat)
         if key not in self._steps:
-            self._steps[key] = rematerialise(
-                sublayered.step, sublayered.sublayer_of_group, (remat,) * sublayered.n_sublayers
+            self._steps[key] = with_choices(
+                sublayered.step, sublayered.sublayer_of_group, (remat,) * sublayered.n_sublayers, one_program=False
             )
         return SublayerCosts(
             stage_step(self._steps[key], n, sublayered.sublayer_of_group, range(sublayered.n_sublayers)),

@@ -1,7 +1,7 @@
 """Placement: a split step and the mesh of each chunk in, the position, or mesh and level, of each equation out.
 
-With S chunks, position p of a loop is chunk p or, backward, 2S-1-p. A *home* of a variable is a mesh that makes it; of an
-input of the step, a mesh whose loops read it. The README of the package lists the rules.
+With S chunks, position p of a loop is chunk p or, backward, 2S-1-p. A *home* of a variable is a mesh that makes it; of
+an input of the step, a mesh whose loops read it. The README of the package lists the rules.
 """
 
 from __future__ import annotations

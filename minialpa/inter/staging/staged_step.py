@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import Var
 
-from minialpa.inter.layers.remat import rematerialise
+from minialpa.inter.layers.offload import with_choices
 from minialpa.inter.layers.unstack import with_row_blocks
 from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
@@ -126,9 +126,9 @@ def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
     verify_decisions(traced, plan)
     cut = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
     verify_layers(cut.n_groups, plan)
-    step = rematerialise(cut, plan.layer_of_group, plan.remat)
-
     chunks = plan_chunks(plan)
+    step = with_choices(cut, plan.layer_of_group, plan.remat, one_program=len(chunks.layers) == 1)
+
     with blamed("n_micro_batches", plan.n_micro_batches):
         groups = chunks.of_group(plan.layer_of_group)
         staged = stage_step(

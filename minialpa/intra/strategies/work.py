@@ -34,7 +34,16 @@ from minialpa.attention.cudnn import takes
 from minialpa.cluster import DeviceSpec, LogicalMesh
 from minialpa.grouped import tiles_of_group
 from minialpa.intra.strategies.candidates import Candidates
-from minialpa.ir.equations import aval_of, bytes_of, dtype_name, is_inexact, moves_memory, shape_of, sub_jaxprs
+from minialpa.ir.equations import (
+    aval_of,
+    bytes_of,
+    dtype_name,
+    is_in_host,
+    is_inexact,
+    moves_memory,
+    shape_of,
+    sub_jaxprs,
+)
 from minialpa.rules.expensive import is_attention, is_contraction
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of, is_kernel
@@ -83,14 +92,21 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
 def _work_inside(eqn: JaxprEqn, mesh: LogicalMesh) -> Work:
     """Of all iterations of a scan, one iteration of a `while`, or the longest branch."""
-    bodies = [
-        _total_work(work_of(one, factors_of(one), mesh) for one in _equations_of(body)) for body in sub_jaxprs(eqn)
-    ]
+    bodies = [_work_of_body(_equations_of(body), mesh) for body in sub_jaxprs(eqn)]
     if eqn.primitive.name == "cond":
         return max(bodies, key=sum)
     n_times: int = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     once = _total_work(bodies)
     return Work(n_times * once.shared_s, n_times * once.fixed_s)
+
+
+def _work_of_body(eqns: Sequence[JaxprEqn], mesh: LogicalMesh) -> Work:
+    """Copies between the memories of device and host run beside the work, in both directions at once."""
+    lanes: dict[bool | None, list[Work]] = {None: [], False: [], True: []}
+    for one in eqns:
+        lane = is_in_host(aval_of(one.outvars[0])) if moves_memory(one) else None
+        lanes[lane].append(work_of(one, factors_of(one), mesh))
+    return max(map(_total_work, lanes.values()), key=sum)
 
 
 def _total_work(parts: Iterable[Work]) -> Work:

@@ -102,8 +102,8 @@ def test_a_layer_waits_for_the_gradients_of_those_behind_it(layered: tuple[Trace
     for eqn, origin in zip(again.flat.eqns, again.origins, strict=True):
         if eqn.primitive.name == "optimization_barrier":
             waiting.append(sum(v in made for v in eqn.invars))
-        elif eqn.primitive.name == "dot_general" and origin.direction == "backward" and eqn.outvars[0].aval.ndim == 2:
-            made.update(eqn.outvars)
+        elif eqn.primitive.name in ("dot_general", "transpose") and origin.direction == "backward":
+            made.update(v for v in eqn.outvars if v.aval.ndim == 2)
     assert waiting[0] == 0 and all(waiting[1:])
 
 

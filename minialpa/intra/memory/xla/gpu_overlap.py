@@ -42,18 +42,49 @@ def overlapped(
 def with_host_copies(
     kernels: Sequence[Kernel], fetched: AbstractSet[int], stored: AbstractSet[int], work: AbstractSet[int]
 ) -> list[Kernel]:
-    """The kernels, with copies from host memory (`fetched`) as early, and copies to it (`stored`) as late as XLA runs
-    them: from when the operand exists, and until the next kernel in `work` has run.
+    """The kernels, in the order in which XLA runs them beside copies from host memory (`fetched`) and to it (`stored`).
+
+    A copy starts once its operands exist; to the device, before all kernels that it does not wait for. It ends when a
+    kernel reads it; to the host, if no kernel does, when the next kernel in `work` ends. Until then, both arrays are in
+    memory.
     """
-    made_at = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
+    kernels = _after_copies_to_device(kernels, fetched)
+    read_at = {v: i for i, kernel in reversed(list(enumerate(kernels))) for v in kernel.reads}
     is_work = [not work.isdisjoint(kernel.writes) for kernel in kernels]
+    found: list[tuple[float, Kernel]] = []
+    for i, kernel in enumerate(kernels):
+        found.append((i, kernel))
+        if fetched.isdisjoint(kernel.writes) and stored.isdisjoint(kernel.writes):
+            continue
+        read = min((read_at[v] for v in kernel.writes if v in read_at), default=len(kernels))
+        if read == len(kernels) and not stored.isdisjoint(kernel.writes):
+            read = next((k + 1 for k in range(i + 1, len(kernels)) if is_work[k]), read)
+        found.append((read - 0.5, Kernel(reads=(*kernel.reads, *kernel.writes), writes=())))
+    return [kernel for _, kernel in sorted(found, key=lambda each: each[0])]
+
+
+def _after_copies_to_device(kernels: Sequence[Kernel], fetched: AbstractSet[int]) -> list[Kernel]:
+    """Each copy right after the kernels that it waits for and that no earlier copy waits for; views as early."""
+    maker = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
+    order: dict[int, None] = {}
+    for i, kernel in enumerate(kernels):
+        if not fetched.isdisjoint(kernel.writes):
+            found, stack = {i}, [i]
+            while stack:
+                before = {maker[v] for v in kernels[stack.pop()].reads if v in maker} - found - order.keys()
+                found |= before
+                stack += before
+            order.update(dict.fromkeys(sorted(found)))
+    order.update(dict.fromkeys(range(len(kernels))))
+    kernels = [kernels[i] for i in order]
+
+    made_at: dict[int, float] = {}
     times: list[tuple[float, int]] = []
     for i, kernel in enumerate(kernels):
         time = float(i)
-        if not fetched.isdisjoint(kernel.writes):
-            time = max((made_at.get(v, -1) for v in kernel.reads), default=-1) + 0.5
-        elif not stored.isdisjoint(kernel.writes):
-            time = next((k + 0.5 for k in range(i + 1, len(kernels)) if is_work[k]), float(len(kernels)))
+        if kernel.alias is not None and not kernel.in_place:
+            time = max((made_at[v] for v in kernel.reads if v in made_at), default=-1.0)
+        made_at.update((v, time) for v in kernel.writes)
         times.append((time, i))
     return [kernels[i] for _, i in sorted(times)]
 

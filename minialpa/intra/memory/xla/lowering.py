@@ -111,9 +111,6 @@ def _add_barrier(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes
         _add_views(recorder, eqn, reads, writes)
         return
     for source, result in zip(reads, writes, strict=False):
-        if recorder.values[source].host_bytes:  # see `wait_by_data`
-            recorder.add("view", (source,), (result,))
-            continue
         others = [v for v in reads if v != source]
         recorder.add("view", (source, *others), (result,), waits=True)
 

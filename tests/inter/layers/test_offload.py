@@ -1,0 +1,137 @@
+"""Layers that keep values for the backward pass in host memory, on CPU devices and compiled for GPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import AutoLayerOption, AutoShardingOption, ClusterSpec, PipeshardParallel, ShardParallel
+from minialpa.inter.layers.choices import LayerCost, fastest_choices
+from minialpa.methods import Method
+from minialpa.options import Remat
+from minialpa.testing import assert_allclose
+
+N_LAYERS = 4
+
+
+def step(weights: Any, x: Any) -> Any:
+    def loss_of(weights: Any) -> Any:
+        y = x
+        for up, down in weights:
+            y = y + jax.nn.gelu(y @ up) @ down
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    loss, gradients = minialpa.value_and_grad(loss_of)(weights)
+    return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients), loss
+
+
+def scanned_step(stacks: Any, x: Any) -> Any:
+    def loss_of(stacks: Any) -> Any:
+        y, _ = jax.lax.scan(lambda y, w: (y + jax.nn.gelu(y @ w[0]) @ w[1], None), x, stacks)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    loss, gradients = minialpa.value_and_grad(loss_of)(stacks)
+    return jax.tree.map(lambda w, g: w - 0.01 * g, stacks, gradients), loss
+
+
+def arguments(width: int, rows: int, dtype: Any = jnp.float32) -> tuple[Any, Any]:
+    def array(seed: int, *shape: int) -> Any:
+        return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) / np.sqrt(width), dtype)
+
+    weights = [(array(i, width, 4 * width), array(i + 9, 4 * width, width)) for i in range(N_LAYERS)]
+    return weights, array(99, rows, width)
+
+
+def stacked(weights: Any) -> Any:
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *weights)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+METHODS: dict[str, Callable[[Remat], Method]] = {
+    "one program": lambda remat: ShardParallel(jax.devices()[:4], remat=remat),
+    "micro-batches": lambda remat: ShardParallel(jax.devices()[:2], num_micro_batches=2, remat=remat),
+    "pipeline": lambda remat: PipeshardParallel(
+        jax.devices()[:2],
+        num_micro_batches=2,
+        layer_option=AutoLayerOption(N_LAYERS, remat=remat),
+        stage_option="uniform",
+    ),
+}
+
+
+@pytest.mark.usefixtures("fresh_session")
+@pytest.mark.parametrize("remat", ["offload", "offload_inputs"])
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_with_values_in_host_memory_equal_plain_jax(method: str, remat: Remat) -> None:
+    weights, x = arguments(8, 16)
+    run = minialpa.parallelize(step, method=METHODS[method](remat), donate_argnums=())
+    assert all(stage.host_bytes > 0 for stage in run.plan(weights, x).stages)
+    for examples in (x, x.at[3].set(jnp.inf), x.at[5, 2].set(jnp.nan)):
+        assert_allclose(run(weights, examples), jax.jit(step)(weights, examples), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_a_scan_over_layers_in_16_bits_equals_plain_jax() -> None:
+    weights, x = arguments(8, 16, jnp.bfloat16)
+    run = minialpa.parallelize(scanned_step, method=METHODS["one program"]("offload"), donate_argnums=())
+    found, expected = run(stacked(weights), x), jax.jit(scanned_step)(stacked(weights), x)
+    assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
+
+
+# ---- choices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_choices_are_the_fastest_within_the_limit(seed: int) -> None:
+    """3 layers with 2 classes of values, each kept, recomputed or moved: brute force over all 9 ** 3 choices."""
+    rng = np.random.default_rng(seed)
+    costs = []
+    for _ in range(3):
+        classes = [
+            [
+                LayerCost(rng.integers(1, 50), 0.0),
+                LayerCost(0.0, rng.integers(1, 9)),
+                LayerCost(1.0, rng.integers(0, 9)),
+            ]
+            for _ in range(2)
+        ]
+        costs.append([LayerCost(a + b, s + t) for (a, s), (b, t) in itertools.product(*classes)])
+    limit = float(rng.integers(0, 200))
+
+    best = min(
+        (
+            sum(c.seconds for c in picks)
+            for picks in itertools.product(*costs)
+            if sum(c.n_bytes for c in picks) <= limit
+        ),
+        default=None,
+    )
+    found = fastest_choices(costs, limit)
+    if found is None:
+        assert best is None
+    else:
+        picks = [of_layer[k] for of_layer, k in zip(costs, found, strict=True)]
+        assert sum(c.n_bytes for c in picks) <= limit
+        assert sum(c.seconds for c in picks) == best
+
+
+# ---- plans for GPUs --------------------------------------------------------------------------------------------------
+
+H100 = ClusterSpec.preset("h100", devices_per_host=1)
+
+
+def planned(limit_bytes: float | None, cluster: ClusterSpec = H100, remat: Any = "auto") -> minialpa.Plan:
+    weights, x = jax.eval_shape(lambda: arguments(64, 64))
+    large = jax.tree.map(lambda a: jax.ShapeDtypeStruct([64 * n for n in a.shape], jnp.bfloat16), (weights, x))
+    option = AutoShardingOption(memory_limit_bytes=limit_bytes)
+    method = ShardParallel(remat=remat, auto_sharding_option=option)
+    return minialpa.plan(step, large, cluster=cluster, method=method, batch_argnums=(1,))
