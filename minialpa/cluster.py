@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -140,10 +140,14 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """A link between two devices: n bytes take alpha_s + n * beta_s_per_byte seconds."""
+    """A link between two devices: n bytes take alpha_s + n * beta_s_per_byte seconds.
+
+    step_s: seconds of each step of a collective around a ring after the first (n - 1 in all), added to its alpha.
+    """
 
     alpha_s: NotNegative
     beta_s_per_byte: NotNegative
+    step_s: NotNegative = 0.0
 
     @api_boundary
     def __post_init__(self) -> None:
@@ -422,7 +426,7 @@ class ClusterSpec:
             )
         device, intra_host, inter_host = _PRESETS[name]
         if name in _ADAPTER_FOR_EACH:
-            inter_host = LinkSpec(inter_host.alpha_s, inter_host.beta_s_per_byte / devices_per_host)
+            inter_host = replace(inter_host, beta_s_per_byte=inter_host.beta_s_per_byte / devices_per_host)
         return ClusterSpec(num_hosts, devices_per_host, device, intra_host, inter_host)
 
     def device_of(self, host: int) -> DeviceSpec:
@@ -452,9 +456,17 @@ class ClusterSpec:
 
         sharing = axis_links(tuple(shape), per_host)
         links = [self.link(same_host=not n_groups) for n_groups, _ in sharing]
-        alpha = tuple(link.alpha_s for link in links)
+        further_s = (self._further_steps_s(shape[axis:], per_host) for axis in range(len(shape)))
+        alpha = tuple(link.alpha_s + step_s for link, step_s in zip(links, further_s, strict=True))
         beta = tuple(link.beta_s_per_byte * max(1, n) for link, (n, _) in zip(links, sharing, strict=True))
         return LogicalMesh(shape, alpha, beta, device or self.device, tuple(spread for _, spread in sharing))
+
+    def _further_steps_s(self, shape: tuple[int, ...], per_host: int) -> float:
+        """Seconds of the ring steps after the first, along the first axis of `shape`: one to each further host, and the
+        others inside hosts."""
+        n_hosts = min(shape[0], math.ceil(math.prod(shape) / per_host))
+        inside, between = max(0, shape[0] - max(2, n_hosts)), max(0, n_hosts - 2)
+        return inside * self.intra_host.step_s + between * self.inter_host.step_s
 
     def to_json(self) -> str:
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=1, sort_keys=True)

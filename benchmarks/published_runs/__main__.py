@@ -2,11 +2,16 @@
 
     python -m benchmarks.published_runs --runs FILE [--only SYSTEM ...] [--every N] [--json FILE] [--write PAGE]
     python -m benchmarks.published_runs --runs FILE --choices [--only SYSTEM ...]
+    python -m benchmarks.published_runs --runs FILE --leave-out system
 
 FILE is a list of published runs; `record.py` lists its fields. Each run's model is built in its dimensions and planned
 with its degrees, and the plan's seconds and bytes are compared with the measured ones. `--choices` is for runs that
 were the best of a sweep: it prices all designs that the trainer could have run, and compares the best of them with the
 run. `--fit SYSTEM ...` finds the constants of `KernelRates` that come closest to the runs of some systems.
+`--leave-out` fits them without each system, or without runs on many GPUs, and tests them on the left-out runs.
+
+A run is planned once: the folder `--plans` keeps the seconds of its plan as a function of rates. Delete the folder
+after a change of the planner.
 """
 
 from __future__ import annotations
@@ -17,13 +22,14 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.published_runs import page
 from benchmarks.published_runs.choices import Choice, choose
-from benchmarks.published_runs.fit import fit
-from benchmarks.published_runs.predict import Prediction, predict
+from benchmarks.published_runs.fit import Planned, fitted, leave_out_scales, leave_out_systems, text_of
+from benchmarks.published_runs.predict import Prediction, parts_of_run, predict
 from benchmarks.published_runs.record import Run, read
 from minialpa.support.files import write_text
 
@@ -41,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--choices", action="store_true", help="the best designs by our prices beside the best of sweeps"
     )
     parser.add_argument("--fit", nargs="*", default=[], help="systems whose runs the constants are fitted to")
+    parser.add_argument("--leave-out", choices=("system", "scale"), help="test constants on runs that did not set them")
+    parser.add_argument("--plans", type=Path, default=Path("build/published_runs"), help="the folder of planned runs")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args(argv)
 
@@ -51,13 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         for choice in _in_processes(choose, runs, args.processes):
             print(_choice_line(choice), flush=True)
         return 0
+    # Runs of few stages and GPUs take less time to plan.
+    found = list(_in_processes(partial(predict, folder=args.plans), sorted(runs, key=_effort), args.processes))
+    found.sort(key=lambda one: one.run.number)
     if args.fit:
-        print(fit(runs))
+        print(text_of(fitted(_planned(found, args.plans))))
+        return 0
+    if args.leave_out:
+        splits = leave_out_systems if args.leave_out == "system" else leave_out_scales
+        print(page.splits(splits(_planned(found, args.plans))))
         return 0
 
-    found = list(_in_processes(predict, runs, args.processes))
     left_out = [reason for row in rows if not isinstance(row, Run) for reason in row[1:]]
-    text = page.page(found, left_out)
+    text = page.page(found, left_out, _planned(found, args.plans))
     print(page.rows(found))
     print(text)
     if args.write:
@@ -69,6 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_wanted(run: Run, names: Sequence[str]) -> bool:
     return not names or any(name in run.system for name in names)
+
+
+def _effort(run: Run) -> int:
+    return run.n_gpus * run.pp * run.n_chunks
+
+
+def _planned(found: Sequence[Prediction], folder: Path) -> Planned:
+    """The runs with measured seconds and a plan."""
+    parts = ((one.run, parts_of_run(one.run, folder)) for one in found if one.error is not None)
+    return [(run, each) for run, each in parts if not isinstance(each, str)]
 
 
 def _by_system(runs: Sequence[Run]) -> list[list[Run]]:

@@ -8,6 +8,7 @@ v words.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,28 @@ Family = Literal["gpt", "llama"]
 #: in torchtitan's selective checkpointing of operators; or all.
 Recomputation = Literal["none", "every second product", "full"]
 Shapes = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Experts in place of the feed-forward layer of each block, without a limit of tokens.
+
+    Each expert gets the same number of rows. The rows are dealt out in turn, which moves and computes as much as
+    routing does.
+
+    Attributes:
+        n: number of experts.
+        per_token: experts of a token.
+        inner: features inside an expert.
+        mesh: devices along the axes "examples" and "operators" of a stage.
+        over: the axes that split experts.
+    """
+
+    n: int
+    per_token: int
+    inner: int
+    mesh: tuple[int, int] = (1, 1)
+    over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +75,8 @@ class Decoder:
             split heads and split features inside feed-forward layers. None if each device computes whole operators.
         sequence_parallel: whether these devices also split the positions between operators.
         shards_weights: whether groups share weights, which each gathers for each use (ZeRO-3).
+        head: features of a head; None for `hidden / n_heads`.
+        experts: experts of each block.
     """
 
     family: Family
@@ -70,6 +95,13 @@ class Decoder:
     tensor_parallel: tuple[int, int] | None = None
     sequence_parallel: bool = True
     shards_weights: bool = False
+    head: int | None = None
+    experts: Experts | None = None
+
+    @property
+    def inner(self) -> int:
+        """Features of the queries of all heads."""
+        return self.n_heads * self.head if self.head else self.hidden
 
     @property
     def n_weights(self) -> int:
@@ -82,7 +114,9 @@ class Decoder:
         All scores of attention count, as in most published numbers.
         """
         per_block = sum(shape[-2] * shape[-1] for shape in _block_shapes(self).values() if len(shape) == 2)
-        attention = 2 * self.seq * self.hidden
+        if self.experts is not None:
+            per_block += 3 * self.experts.per_token * self.hidden * self.experts.inner
+        attention = 2 * self.seq * self.inner
         per_position = self.n_layers * (per_block + attention) + self.vocab * self.hidden
         return 6.0 * n_examples * self.seq * per_position
 
@@ -143,11 +177,14 @@ def _cast(dtype: Any, tree: Any) -> Any:
 
 
 def _block_shapes(of: Decoder) -> dict[str, tuple[int, ...]]:
-    h, inner = of.hidden, of.hidden // of.n_heads * of.n_kv_heads
-    shapes = {
-        "norm_1": (h,), "query": (h, h), "key": (h, inner), "value": (h, inner), "out": (h, h),
+    h, inner = of.hidden, of.inner // of.n_heads * of.n_kv_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "norm_1": (h,), "query": (h, of.inner), "key": (h, inner), "value": (h, inner), "out": (of.inner, h),
         "norm_2": (h,), "up": (h, of.ffn), "down": (of.ffn, h),
     }  # fmt: skip
+    if of.experts is not None:
+        n, f = of.experts.n, of.experts.inner
+        return shapes | {"router": (h, n), "up": (n, h, f), "gate": (n, h, f), "down": (n, f, h)}
     return shapes if of.family == "gpt" else shapes | {"gate": (h, of.ffn)}
 
 
@@ -205,9 +242,11 @@ def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
     if of.family == "llama":
         query, key = rotate(query, 500_000.0), rotate(key, 500_000.0)
     attended = _attend_in_memory(of, query, key, value) if of.writes_scores else attend(query, key, value, causal=True)
-    attended = checkpoint_name(attended.reshape(x.shape), "attended")
+    attended = checkpoint_name(attended.reshape(b, s, of.inner), "attended")
     x = _between(of, x + _dropped(of, _between(of, dot(attended, weights["out"]))))
 
+    if of.experts is not None:
+        return _between(of, x + _between(of, _experts(of, of.experts, _norm(of, x, weights["norm_2"]), weights)))
     names = ("up",) if of.family == "gpt" else ("up", "gate")
     wide = _activated(*(_split(of, y) for y in products(_norm(of, x, weights["norm_2"]), *names)))
     return _between(of, x + _dropped(of, _between(of, dot(wide, weights["down"]))))
@@ -265,6 +304,42 @@ def _norm(of: Decoder, x: jax.Array, scale: jax.Array) -> jax.Array:
     return wide.astype(x.dtype) * scale.astype(x.dtype)[None, None]
 
 
+def _experts(of: Decoder, experts: Experts, x: jax.Array, weights: Any) -> jax.Array:
+    """[b s h] -> [b s h]. Rows of an expert are [b t c h]: c of each part t of the positions."""
+    b, s, h = x.shape
+    n, k = experts.n, experts.per_token
+    parts = 1 if of.tensor_parallel is None else of.tensor_parallel[1]
+    logits = jnp.dot(x, weights["router"]).astype(jnp.float32)
+    gates = jax.lax.top_k(jax.nn.softmax(logits), k)[0].astype(x.dtype)
+
+    rows = jnp.broadcast_to(x[:, :, None], (b, s, k, h)).reshape(b, parts, n, s * k // (n * parts), h)
+    rows = _dealt(of, experts, _dealt(of, experts, rows, inside=False), inside=True)
+    product = _float8_product_of_experts if of.in_float8 else _product_of_experts
+    wide = _activated(product(rows, weights["up"]), product(rows, weights["gate"]))
+    out = _dealt(of, experts, _dealt(of, experts, product(wide, weights["down"]), inside=True), inside=False)
+    return jnp.einsum("bskh,bsk->bsh", out.reshape(b, s, k, h), gates)
+
+
+def _dealt(of: Decoder, experts: Experts, rows: jax.Array, *, inside: bool) -> jax.Array:
+    """[b t n c h] where tokens are, or inside the experts. The moves between the two are all-to-alls."""
+    if math.prod(experts.mesh) == 1:
+        return rows
+    if inside:
+        examples = tuple(axis for axis in ("examples", "operators") if axis not in experts.over)
+        partition = PartitionSpec(examples or None, None, experts.over)
+    elif of.tensor_parallel is None:
+        partition = PartitionSpec(("examples", "operators"))
+    else:
+        partition = PartitionSpec("examples", "operators")
+    mesh = AbstractMesh(experts.mesh, ("examples", "operators"))
+    dealt: jax.Array = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, partition))
+    return dealt
+
+
+def _product_of_experts(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum("btnch,nhf->btncf", rows, weight)
+
+
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
@@ -272,6 +347,12 @@ def _layout(of: Decoder, operators: str | None, groups: str | None) -> dict[str,
     """Partitions of weights, without the dimension of layers; see `Decoder.weight_partitions`."""
     columns, rows = PartitionSpec(groups, operators), PartitionSpec(operators, groups)
     layout = {name: columns for name in ("query", "key", "value", "up")} | {"out": rows, "down": rows, "words": rows}
+    if of.experts is not None:
+        names = {"examples": "x", "operators": "y"}
+        over = PartitionSpec(tuple(names[axis] for axis in of.experts.over) or None)
+        attention = ("query", "key", "value", "out", "words") if operators else ()
+        layout = {name: layout[name] for name in attention} | dict.fromkeys(("up", "gate", "down"), over)
+        return layout | ({"head": columns} if operators else {})
     return layout | ({"gate": columns, "head": columns} if of.family == "llama" else {})
 
 
@@ -342,3 +423,29 @@ def _backward(kept: Any, out_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 _float8_dot.defvjp(_forward, _backward)
+
+
+def _batched_product(a: jax.Array, b: jax.Array, subscripts: str) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.bfloat16)
+
+
+@jax.custom_vjp
+def _float8_product_of_experts(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return _forward_of_experts(rows, weight)[0]
+
+
+def _forward_of_experts(rows: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    rows, weight = rows.astype(jnp.float8_e4m3fn), weight.astype(jnp.float8_e4m3fn)
+    return _batched_product(rows, weight, "btnch,nhf->btncf"), (rows, weight)
+
+
+def _backward_of_experts(kept: Any, out_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows, weight = kept
+    out_bar = out_bar.astype(jnp.float8_e4m3fn)
+    return (
+        _batched_product(out_bar, weight, "btncf,nhf->btnch"),
+        _batched_product(rows, out_bar, "btnch,btncf->nhf"),
+    )
+
+
+_float8_product_of_experts.defvjp(_forward_of_experts, _backward_of_experts)

@@ -1,80 +1,124 @@
-"""Runs in, the constants of `KernelRates` that come closest to their seconds out, for each kind of GPU.
+"""Runs in, the constants of `KernelRates` that come closest to their seconds out.
 
-At fixed shardings, the seconds of a step are linear in the reciprocals of the constants. So each run is planned once
-for each fitted constant, with this constant halved, and the rest is a search over a few numbers.
+Each generation of GPUs has its `sustained`, and all have one `memory_efficiency`. The rates of attention are published
+(`trainers.py`). The shardings of a run stay (`parts.py`), so a fit is a search over a few numbers. A baseline has a
+single constant for each kind of GPU: its part of the peak rate in any run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from benchmarks.planning import planned
-from benchmarks.published_runs.predict import cluster_of, method_of, traced
+from benchmarks.published_runs.gpus import chip_of, device_of, power_part
+from benchmarks.published_runs.parts import Parts, total_s
+from benchmarks.published_runs.predict import cluster_of
 from benchmarks.published_runs.record import Run
+from benchmarks.published_runs.trainers import OPERATORS_PART
 from minialpa.cluster import KernelRates
-from minialpa.tracing.trace import TracedStep
 
-#: The fitted constants; the products' other constants come from tables.
-_FITTED = ("sustained", "memory_efficiency", "attention_efficiency")
-
-#: A memory size without effect, for the fastest shardings.
-_PLENTY = 1e15
-
-
-def fit(runs: Sequence[Run]) -> str:
-    """A line for each kind of GPU."""
-    groups = defaultdict[str, list[Run]](list)
-    for run in runs:
-        if run.step_s is not None:
-            groups[run.gpu[:4]].append(run)
-    return "\n".join(f"{kind}: {_fitted(group)}" for kind, group in groups.items())
+#: The name of `memory_efficiency` in `Constants`, beside the generations.
+_MEMORY = "memory_efficiency"
+#: `sustained` of each generation at full power, and `memory_efficiency`. The start of a fit.
+Constants = Mapping[str, float]
+#: Chips with the processors of another one.
+_SAME = {"a100-40gb": "a100", "a100-80gb": "a100", "h200": "h100"}
+#: Runs that ran, with their plans.
+Planned = Sequence[tuple[Run, Parts]]
 
 
-def _fitted(runs: Sequence[Run]) -> str:
-    parts = np.array([_parts_s(run) for run in runs])
-    measured = np.array([run.step_s for run in runs])
-    weights = _weights(runs)
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Runs that set constants, and runs that they are tested on."""
+
+    name: str
+    training: Planned
+    tested: Planned
+
+
+def fitted(runs: Planned) -> Constants:
+    """The constants with the least mean error. A system with n runs has the weight of sqrt(n) runs."""
+    names = [*sorted({_generation(run) for run, _ in runs}), _MEMORY]
+    systems = [run.system for run, _ in runs]
+    weights = np.array([1 / np.sqrt(systems.count(system)) for system in systems])
 
     def error(logs: NDArray[np.float64]) -> float:
-        predicted = parts[:, -1] + parts[:, :-1] @ np.exp(-logs)
-        return float(np.average(np.abs(np.log(predicted / measured)), weights=weights))
+        constants = dict(zip(names, np.exp(logs), strict=True))
+        logs_of_runs = [abs(np.log(seconds_of(run, parts, constants) / measured(run))) for run, parts in runs]
+        return float(np.average(logs_of_runs, weights=weights))
 
-    found = min(
-        (minimize(error, np.full(len(_FITTED), start), method="Nelder-Mead") for start in (-0.5, 0.0, 0.5)),
-        key=lambda result: result.fun,
-    )
-    start = _kernels(runs[0])
-    values = {name: getattr(start, name) * np.exp(log) for name, log in zip(_FITTED, found.x, strict=True)}
-    return f"{', '.join(f'{k}={v:.3g}' for k, v in values.items())}; mean error {found.fun:.1%} of {len(runs)} runs"
+    start = [0.0] * (len(names) - 1) + [np.log(1.5)]
+    found = minimize(error, np.array(start), method="Nelder-Mead", options={"xatol": 1e-3, "fatol": 1e-4})
+    return {name: float(value) for name, value in zip(names, np.exp(found.x), strict=True)}
 
 
-def _weights(runs: Sequence[Run]) -> NDArray[np.float64]:
-    """Equal for each system, for any number of runs."""
-    systems = [run.system for run in runs]
-    return np.array([1 / systems.count(system) for system in systems])
+def text_of(constants: Constants) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
 
 
-def _parts_s(run: Run) -> list[float]:
-    """Seconds of a step that are proportional to the reciprocal of each constant, and the remaining seconds."""
-    step = traced(run)
-    whole = _step_s(run, step, {})
-    parts = [_step_s(run, step, {name: getattr(_kernels(run), name) / 2}) - whole for name in _FITTED]
-    return [*parts, whole - sum(parts)]
+def seconds_of(run: Run, parts: Parts, constants: Constants) -> float:
+    """A generation without runs has the mean of the others."""
+    others = [value for name, value in constants.items() if name != _MEMORY]
+    sustained = constants.get(_generation(run), float(np.mean(others)))
+
+    def change(kernels: KernelRates) -> KernelRates:
+        part = OPERATORS_PART if run.trainer.elementwise == "operators" else 1.0
+        return dataclasses.replace(
+            kernels, sustained=sustained * power_part(run.gpu), memory_efficiency=constants[_MEMORY] * part
+        )
+
+    return total_s(parts, cluster_of(run, change))
 
 
-def _kernels(run: Run) -> KernelRates:
-    kernels = cluster_of(run).device.kernels
-    assert kernels is not None
-    return kernels
+def leave_out_systems(runs: Planned) -> list[Split]:
+    names = sorted({run.system for run, _ in runs})
+    return [
+        Split(name, [one for one in runs if one[0].system != name], [one for one in runs if one[0].system == name])
+        for name in names
+    ]
 
 
-def _step_s(run: Run, step: TracedStep, changed: dict[str, Any]) -> float:
-    cluster = cluster_of(run, lambda kernels: dataclasses.replace(kernels, **changed))
-    return planned(step, cluster, method_of(run, cluster, _PLENTY)).cost.total_s
+def leave_out_scales(runs: Planned, most_gpus: int = 128) -> list[Split]:
+    training = [one for one in runs if one[0].n_gpus <= most_gpus]
+    return [Split(f"more than {most_gpus} GPUs", training, [one for one in runs if one[0].n_gpus > most_gpus])]
+
+
+def baseline(training: Planned) -> Callable[[Run], float]:
+    """Seconds of a run if all runs of a kind of GPU reach one fraction of its peak rate: the training runs' median."""
+    reached = {
+        kind: float(np.median([_ideal_s(run) / measured(run) for run, _ in group]))
+        for kind, group in _by_gpu(training).items()
+    }
+    others = float(np.median(list(reached.values())))
+    return lambda run: _ideal_s(run) / reached.get(_gpu(run), others)
+
+
+def _ideal_s(run: Run) -> float:
+    return run.model.flops(run.batch) / (device_of(run.gpu).flops_per_s("bfloat16") * run.n_gpus)
+
+
+def measured(run: Run) -> float:
+    assert run.step_s is not None, run
+    return run.step_s
+
+
+def _gpu(run: Run) -> str:
+    return run.gpu[:4]
+
+
+def _generation(run: Run) -> str:
+    """Of its chip: "a100" or "h100", for example. Chips that differ in their memory count as one."""
+    return _SAME.get(chip_of(run.gpu).preset, chip_of(run.gpu).preset)
+
+
+def _by_gpu(runs: Planned) -> dict[str, list[tuple[Run, Parts]]]:
+    groups = defaultdict[str, list[tuple[Run, Parts]]](list)
+    for one in runs:
+        groups[_gpu(one[0])].append(one)
+    return groups

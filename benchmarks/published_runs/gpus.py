@@ -51,6 +51,9 @@ _OTHER_MEMORY = {("h100", "HBM2e"): 2.4e12}
 #: 32 GPUs of four hosts took 1.53 s on Jean Zay, 40.5 of the 100 Gb/s of the adapter that its ring went through
 #: (bigscience, experiments/bandwidth/all_reduce_bench-a100-n4.txt; NCCL 2.10).
 _REACHED = {"Omni-Path": 0.405}
+#: Seconds of a step of a ring inside a host and between hosts: NCCL's own model of its rings, for its protocol for
+#: large messages (`hwLat` in its src/graph/tuning.cc).
+_STEP_S = (3.4e-6, 1.4e-5)
 #: Bits per second of an adapter of each generation of InfiniBand.
 _INFINIBAND = {"EDR": 100e9, "HDR": 200e9, "NDR": 400e9, "XDR": 800e9}
 
@@ -110,8 +113,8 @@ def cluster_of_gpus(kind: str, n_hosts: int, per_host: int, notes: str) -> Clust
     return dataclasses.replace(
         cluster,
         device=device_of(kind),
-        intra_host=LinkSpec(within.alpha_s, within.beta_s_per_byte / chip.nvlink),
-        inter_host=LinkSpec(between.alpha_s, 1 / (_noted_link(notes) or chip.host_link)),
+        intra_host=LinkSpec(within.alpha_s, within.beta_s_per_byte / chip.nvlink, _STEP_S[0]),
+        inter_host=LinkSpec(between.alpha_s, 1 / (_noted_link(notes) or chip.host_link), _STEP_S[1]),
     )
 
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.published_runs import score
+from benchmarks.published_runs.fit import Planned, Split, leave_out_scales, leave_out_systems
 from benchmarks.published_runs.predict import Prediction
 from benchmarks.published_runs.record import Run
 
 
-def page(found: Sequence[Prediction], left_out: Sequence[str]) -> str:
+def page(found: Sequence[Prediction], left_out: Sequence[str], planned: Planned) -> str:
     lines = [
         "# Plans beside published runs",
         "",
@@ -25,6 +26,15 @@ def page(found: Sequence[Prediction], left_out: Sequence[str]) -> str:
         errors = score.errors(group)
         if errors is not None:
             lines.append(f"| {name} | {errors.n} | {errors.median:.1%} | {errors.p90:.1%} | {errors.bias:+.1%} |")
+
+    tests = [Split("none", planned, planned), *leave_out_systems(planned), *leave_out_scales(planned)]
+    lines += [
+        "",
+        "The constants of `KernelRates`, fitted without some runs and tested on them. The baseline is one fraction of",
+        "the peak rate for each kind of GPU, fitted to the same runs.",
+        "",
+        splits(tests),
+    ]
 
     order, memory = score.kendall(found), score.memory(found)
     if order is not None:
@@ -41,6 +51,20 @@ def page(found: Sequence[Prediction], left_out: Sequence[str]) -> str:
     if left_out:
         lines += ["", "Not built: " + ", ".join(f"{what} ({n})" for what, n in Counter(left_out).items()) + "."]
     return "\n".join(lines) + "\n"
+
+
+def splits(tests: Sequence[Split]) -> str:
+    """A table of errors; the last line has all left-out runs of several splits."""
+    lines = [
+        "| left out | runs | median error | 90th percentile | bias | baseline: median | 90th percentile |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, ours, theirs in score.tested(tests):
+        lines.append(
+            f"| {name} | {ours.n} | {ours.median:.1%} | {ours.p90:.1%} | {ours.bias:+.1%} | {theirs.median:.1%} | "
+            f"{theirs.p90:.1%} |"
+        )
+    return "\n".join(lines)
 
 
 def rows(found: Sequence[Prediction]) -> str:

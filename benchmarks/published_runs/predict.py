@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
 from benchmarks.planning import planned, traced_step
 from benchmarks.published_runs.gpus import cluster_of_gpus, power_part
+from benchmarks.published_runs.parts import Parts, key_of, load, parts_of, save, total_s
 from benchmarks.published_runs.record import Run
 from benchmarks.published_runs.trainers import EXPOSED_PART, OPERATORS_PART, attention_efficiency
 from minialpa import (
@@ -29,8 +32,7 @@ from minialpa import (
     ShardParallel,
     UniformStageOption,
 )
-from minialpa.cluster import KernelRates, LinkSpec
-from minialpa.cost import Collective
+from minialpa.cluster import KernelRates
 from minialpa.errors import MinialpaError
 from minialpa.methods import Method
 from minialpa.recognition.step import recognise
@@ -67,16 +69,64 @@ class Prediction:
         return None if self.step_s is None or self.run.step_s is None else self.step_s / self.run.step_s - 1
 
 
-def predict(run: Run) -> Prediction:
-    """Plan a run in the memory of its GPUs, or in the smallest of `_MEMORIES` that is enough."""
+def predict(run: Run, folder: Path | None = None) -> Prediction:
+    """Plan a run in the memory of its GPUs, or in the smallest of `_MEMORIES` that is enough.
+
+    If the source leaves open which values are recomputed: none if that fits, else all.
+
+    folder: of files with the parts of the seconds of plans (`parts.py`). A run with a file is not planned.
+    """
+    found = _predicted(run, folder)
+    if found.fits or not run.recomputation_is_open or run.model.recomputes != "none":
+        return found
+    model = dataclasses.replace(run.model, recomputes="full", recomputes_unread=run.trainer.recomputes_unread)
+    other = _predicted(dataclasses.replace(run, model=model), folder)
+    return found if other.step_s is None else other
+
+
+def _predicted(run: Run, folder: Path | None) -> Prediction:
+    parts = parts_of_run(run, folder)
+    if isinstance(parts, str):
+        return Prediction(run, None, 0.0, False, 0.0, parts)
+    cluster = cluster_of(run)
+    peak_bytes = parts.peak_bytes - spared_bytes(run)
+    return Prediction(run, total_s(parts, cluster), peak_bytes, peak_bytes <= cluster.device.memory_bytes, parts.plan_s)
+
+
+def parts_of_run(run: Run, folder: Path | None = None) -> Parts | str:
+    """The seconds of a run's plan as a function of rates, or the reason if it has no plan."""
+    short = _shortened(run)
+    path = None if folder is None else folder / f"{_key(short)}.json"
+    found = load(path) if path is not None and path.exists() else _planned_parts(short)
+    if path is not None and not path.exists():
+        save(path, found)
+    return found if isinstance(found, str) else dataclasses.replace(found, n_micro_batches=run.n_micro_batches)
+
+
+def _planned_parts(run: Run) -> Parts | str:
     start = time.perf_counter()
     try:
         plan = least_plan_of(run)
     except MinialpaError as error:
-        return Prediction(run, None, 0.0, False, time.perf_counter() - start, str(error).splitlines()[0])
-    peak_bytes = max(plan.cost.peak_bytes) - spared_bytes(run)
-    fits = peak_bytes <= plan.cluster.device.memory_bytes
-    return Prediction(run, step_s(run, plan), peak_bytes, fits, time.perf_counter() - start)
+        return str(error).splitlines()[0]
+    hides = run.trainer.gathers_ahead and not run.shards_parameters
+    return parts_of(traced(run), plan, hides_gathers=hides, plan_s=time.perf_counter() - start)
+
+
+def _shortened(run: Run) -> Run:
+    """The run with two micro-batches for each stage, if it has more: passes and memory are the same."""
+    n, rest = 2 * run.pp, run.batch % run.n_micro_batches
+    if run.pp == 1 or run.n_micro_batches <= n or rest:
+        return run
+    return dataclasses.replace(run, batch=run.batch // run.n_micro_batches * n, n_micro_batches=n)
+
+
+def _key(run: Run) -> str:
+    """Equal for runs with equal plans, at any rates of kernels."""
+    plain = dataclasses.replace(
+        run, number=0, system="", name="", notes="", step_s=None, peak_bytes=None, group=(), recomputation_is_open=False
+    )
+    return key_of(plain, cluster_of(run).inter_host.beta_s_per_byte)
 
 
 def least_plan_of(run: Run) -> Plan:
@@ -104,25 +154,7 @@ def plan_of(run: Run, memory_bytes: float | None = None) -> Plan:
     return planned(traced(run), cluster, method_of(run, cluster, memory_bytes))
 
 
-def step_s(run: Run, plan: Plan) -> float:
-    """Seconds of a step under a plan, if the trainer of the run hides the same work."""
-    if not run.trainer.gathers_ahead or run.shards_parameters:
-        return plan.cost.total_s
-    slowest = max(range(len(plan.stages)), key=lambda stage: plan.stages[stage].update_s)
-    mesh = plan.stages[slowest].mesh
-    gathers_s = sum(
-        Collective(one.kind, one.n_bytes, one.axes).seconds(mesh)
-        for one in plan.collectives
-        if one.stage == slowest and one.kind == "all-gather" and one.times_per_step <= run.n_chunks
-    )
-    forward_s = sum(
-        one.compute_s / (3 if one.kind == "step" else 1)
-        for one in plan.stages[slowest].passes
-        if one.kind != "backward"
-    )
-    return plan.cost.total_s - min(gathers_s, forward_s)
-
-
+@functools.lru_cache(maxsize=1)
 def traced(run: Run) -> TracedStep:
     """The run's step."""
     step = traced_step(run.model.train_step, *run.model.arguments(run.batch), recognises=False)
@@ -147,7 +179,7 @@ def cluster_of(run: Run, change: Callable[[KernelRates], KernelRates] = lambda r
     device = dataclasses.replace(device, kernels=change(kernels))
     within = cluster.intra_host
     if run.tp > 1 and trainer.hides_operators:
-        within = LinkSpec(within.alpha_s, within.beta_s_per_byte * EXPOSED_PART)
+        within = dataclasses.replace(within, beta_s_per_byte=within.beta_s_per_byte * EXPOSED_PART)
     return dataclasses.replace(cluster, device=device, intra_host=within)
 
 
@@ -167,8 +199,14 @@ def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None)
         shape: tuple[int, ...] = (run.dp * run.fsdp, run.tp)
         # Without groups that share weights, the weights that a group splits stay split: no trainer gathers them.
         option = dataclasses.replace(
-            option, force_batch_dim_to_mesh_dim=0, fixed_specs=_weight_specs(run), allow_all_to_all=False
+            option,
+            force_batch_dim_to_mesh_dim=0,
+            fixed_specs=_weight_specs(run),
+            allow_all_to_all=run.model.experts is not None,
         )
+    elif run.model.experts is not None:
+        shape = run.model.experts.mesh
+        option = dataclasses.replace(option, fixed_specs=_weight_specs(run))
     elif run.shards_parameters:
         shape = (per_stage,)
         option = dataclasses.replace(option, force_batch_dim_to_mesh_dim=0, fixed_specs=_weight_specs(run))

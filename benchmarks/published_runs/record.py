@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published_runs.decoder import Decoder, Recomputation
+from benchmarks.published_runs.decoder import Decoder, Experts, Recomputation
 from benchmarks.published_runs.errors import NotBuiltError
 from benchmarks.published_runs.gpus import chip_of, device_of
 from benchmarks.published_runs.trainers import Trainer, trainer_of
@@ -19,6 +19,14 @@ _LLAMAS = {
     "llama3-8b": (32, 8, 14336, 128256),
     "llama3-70b": (64, 8, 28672, 128256),
     "llama3.1-405b": (128, 8, 53248, 128256),
+}
+#: (query heads, key and value heads, features of a head, words, experts, experts of a token, features inside an expert)
+#: of published models: config.json of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B and openai/gpt-oss-120b on Hugging Face.
+#: Every second layer of gpt-oss-120b has a window of 128 positions, which is not built.
+_MIXTURES = {
+    "qwen3-30b-a3b": (32, 4, 128, 151936, 128, 8, 768),
+    "qwen3-235b-a22b": (64, 4, 128, 151936, 128, 8, 1536),
+    "gpt-oss-120b": (64, 8, 64, 201088, 128, 4, 2880),
 }
 
 
@@ -46,6 +54,7 @@ class Run:
         notes: notes of the record.
         step_s: measured seconds of a step; None if it ran out of memory.
         peak_bytes: measured memory of a device, if published.
+        recomputation_is_open: whether the source leaves open which values are recomputed.
         group: equal for the rows of one comparison: system, dimensions of the model, GPUs, batch and date.
     """
 
@@ -70,6 +79,7 @@ class Run:
     step_s: float | None
     peak_bytes: float | None
     group: tuple[Any, ...]
+    recomputation_is_open: bool = False
 
     @property
     def n_gpus(self) -> int:
@@ -97,7 +107,7 @@ def read(path: Path) -> list[Run | tuple[int, str]]:
 
 
 def run_of(number: int, row: Row) -> Run:
-    if (row["ep"] or 1) > 1:
+    if (row["ep"] or 1) > 1 and row["model"] not in _MIXTURES:
         raise NotBuiltError(f"{row['model']}: a mixture of experts")
     dp, fsdp, tp, pp, cp = (row[name] or 1 for name in ("dp", "fsdp", "tp", "pp", "cp"))
     if cp > 1:
@@ -131,6 +141,7 @@ def run_of(number: int, row: Row) -> Run:
         step_s=_measured_s(row, model),
         peak_bytes=_measured_bytes(row),
         group=(row["system"], dimensions, row["gpus"], row["global_batch"], _date(row)),
+        recomputation_is_open=row["remat"] is None,
     )
 
 
@@ -158,6 +169,13 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
             family="llama", n_layers=row["layers"], n_heads=heads, n_kv_heads=kv_heads, ffn=ffn, vocab=vocab, **common
         )
 
+    if name in _MIXTURES:
+        heads, kv_heads, head, vocab, *_ = _MIXTURES[name]
+        return Decoder(
+            family="llama", n_layers=row["layers"], n_heads=heads, n_kv_heads=kv_heads, ffn=0, vocab=vocab, head=head,
+            experts=_experts_of(row), **common
+        )  # fmt: skip
+
     heads = _noted(row, "heads") or hidden // (64 if hidden < 1500 else 128)
     vocab = _noted(row, "vocab") or 50368
     vocab = 250880 if vocab == 250 else vocab  # "~250k"
@@ -172,6 +190,19 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
     return Decoder(
         family="gpt", n_layers=n_layers, n_heads=heads, n_kv_heads=heads, ffn=4 * hidden, vocab=vocab, **common
     )
+
+
+def _experts_of(row: Row) -> Experts:
+    """The experts of a row, split over the devices of a stage, or over the devices of each of its hosts."""
+    n_experts, per_token, inner = _MIXTURES[row["model"]][4:]
+    per_stage, tp, ep = row["gpus"] // (row["pp"] or 1), row["tp"] or 1, row["ep"]
+    in_host = min(row["gpus_per_node"], per_stage)
+    mesh = (per_stage // tp, tp) if tp > 1 else (per_stage // in_host, in_host)
+    axes = [axis for axis, length in zip(("examples", "operators"), mesh, strict=True) if length > 1]
+    if ep not in (per_stage, in_host):
+        raise NotBuiltError(f"{row['model']}: ep {ep} of {per_stage} devices")
+    over = tuple(axes) if ep == per_stage else ("operators",)
+    return Experts(n=n_experts, per_token=per_token, inner=inner, mesh=mesh, over=over)
 
 
 def _n_layers(row: Row, vocab: int) -> int:

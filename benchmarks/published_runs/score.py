@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.published_runs.fit import Split, baseline, fitted, measured, seconds_of
 from benchmarks.published_runs.predict import Prediction
 
 #: The order of fewer runs does not count.
@@ -30,13 +31,38 @@ class Errors:
 
 
 def errors(found: Sequence[Prediction]) -> Errors | None:
-    """Errors of all runs that ran and have a plan; None without such runs. bias: the signed median error."""
-    signed = np.array([one.error for one in found if one.error is not None])
-    if not len(signed):
+    """Errors of all runs that ran and have a plan; None without such runs."""
+    return _errors([one.error for one in found if one.error is not None])
+
+
+def _errors(signed: Sequence[float]) -> Errors | None:
+    """bias: the signed median error."""
+    if not signed:
         return None
-    return Errors(
-        len(signed), float(np.median(abs(signed))), float(np.quantile(abs(signed), 0.9)), float(np.median(signed))
-    )
+    sizes = np.abs(signed)
+    return Errors(len(signed), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(np.median(signed)))
+
+
+def tested(tests: Sequence[Split]) -> Iterator[tuple[str, Errors, Errors]]:
+    """(name, errors of fitted constants, errors of the baseline) of each split, and of all systems together."""
+    ours_of_systems: list[float] = []
+    theirs_of_systems: list[float] = []
+    systems = {run.system for one in tests for run, _ in one.tested}
+    for one in tests:
+        constants, constant = fitted(one.training), baseline(one.training)
+        ours = [seconds_of(run, parts, constants) / measured(run) - 1 for run, parts in one.tested]
+        theirs = [constant(run) / measured(run) - 1 for run, _ in one.tested]
+        if one.name in systems:
+            ours_of_systems += ours
+            theirs_of_systems += theirs
+        yield from _named(one.name, ours, theirs)
+    yield from _named("each system", ours_of_systems, theirs_of_systems)
+
+
+def _named(name: str, ours: Sequence[float], theirs: Sequence[float]) -> Iterator[tuple[str, Errors, Errors]]:
+    errors_of_ours, errors_of_theirs = _errors(ours), _errors(theirs)
+    if errors_of_ours is not None and errors_of_theirs is not None:
+        yield name, errors_of_ours, errors_of_theirs
 
 
 def by_system(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:

@@ -58,7 +58,7 @@ class Case:
         )
 
     def _link(self, link: LinkSpec) -> LinkSpec:
-        return LinkSpec(link.alpha_s, link.beta_s_per_byte / self.link_speed)
+        return dataclasses.replace(link, beta_s_per_byte=link.beta_s_per_byte / self.link_speed)
 
     def __str__(self) -> str:
         """`gpt-1.3b on 16 x h100 of 80 GB, batch 1024`."""

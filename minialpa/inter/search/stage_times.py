@@ -163,21 +163,32 @@ def _communication_s(
     total_s: of the work. compute_s: by equation; `None` if work hides no collectives.
     """
     work_s = {} if compute_s is None else _work_s(collectives, total_s, compute_s)
-    starts = _first_of_start(collectives, mesh)
-    exposed = _exposed_starts(collectives, starts) if is_gpu(mesh.device) and compute_s is not None else set(starts)
-    n_bytes: dict[int, float] = defaultdict(float)
-    for start, one in zip(starts, collectives, strict=True):
-        n_bytes[start] += one.collective.n_bytes
-
     seconds: dict[tuple[JaxprEqn | None, bool], float] = defaultdict(float)
-    for start, together in n_bytes.items():
-        one = collectives[start]
-        whole = dataclasses.replace(one.collective, n_bytes=together)
-        seconds[one.loop, start not in exposed] += one.times * whole.seconds(mesh)
+    for one, can_hide in starts_of(collectives, mesh, hides=compute_s is not None):
+        seconds[one.loop, can_hide] += one.times * one.collective.seconds(mesh)
 
     overlap = mesh.device.overlap if mesh.device is not None else 1.0
     hidden_s = sum(min(s, overlap * work_s[loop]) for (loop, is_hidden), s in seconds.items() if is_hidden)
     return sum(seconds.values()) - hidden_s, hidden_s
+
+
+def starts_of(
+    collectives: Sequence[Communication], mesh: LogicalMesh, *, hides: bool = True
+) -> list[tuple[Communication, bool]]:
+    """Collectives that start as one, as one with the sum of their bytes; and whether work hides it.
+
+    hides: whether work hides collectives on GPUs.
+    """
+    starts = _first_of_start(collectives, mesh)
+    exposed = _exposed_starts(collectives, starts) if is_gpu(mesh.device) and hides else set(starts)
+    n_bytes: dict[int, float] = defaultdict(float)
+    for start, one in zip(starts, collectives, strict=True):
+        n_bytes[start] += one.collective.n_bytes
+    return [
+        (one._replace(collective=dataclasses.replace(one.collective, n_bytes=together)), start not in exposed)
+        for start, together in n_bytes.items()
+        for one in (collectives[start],)
+    ]
 
 
 def _first_of_start(collectives: Sequence[Communication], mesh: LogicalMesh) -> list[int]:

@@ -431,13 +431,23 @@ def nearest_candidate(
 
     A candidate stays. Axes of the specs must be mesh axes with several devices.
     """
-    uses = [_first_use(eqn, factors, operands, made, axis) for axis in range(len(mesh_shape))]
-    assignment = _legal_assignment(factors, mesh_shape, uses, range(len(uses)))
-
+    assignment = _assignment_of(eqn, factors, mesh_shape, operands, made)
     return (
         tuple(_operand_spec(factors, assignment, k) for k in range(len(operands))),
         tuple(_made_spec(factors, assignment, r) for r in range(len(made))),
     )
+
+
+def candidate_of(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, operands: Specs, made: Specs) -> Candidates:
+    """`nearest_candidate`, as the only candidate."""
+    assignment = _assignment_of(eqn, factors, mesh_shape, operands, made)
+    found = next(_candidates_of(eqn, factors, mesh_shape, assignment, lambda specs: (specs,)))
+    return _columns([found], [(0,)], len(operands), len(made))
+
+
+def _assignment_of(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, operands: Specs, made: Specs) -> Assignment:
+    uses = [_first_use(eqn, factors, operands, made, axis) for axis in range(len(mesh_shape))]
+    return _legal_assignment(factors, mesh_shape, uses, range(len(uses)))
 
 
 def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, axis: int) -> Use:
