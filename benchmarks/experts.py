@@ -1,15 +1,23 @@
-"""Mixtures of experts without a token limit: plans beside programs that XLA compiles for H100s."""
+"""Mixtures of experts without a token limit: plans beside programs that XLA compiles for H100s, and hand recipes."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 import minialpa
 from benchmarks.registry import Rows, Size, benchmark
-from minialpa import ClusterSpec, ShardParallel
+from minialpa import AutoShardingOption, ClusterSpec, ShardParallel
+from minialpa.cost import CollectiveKind
+from minialpa.grouped import grouped_product_p
+from minialpa.routing.slots import SlotShape, from_slots, slots_of, to_slots
 
 #: (experts, experts of a token, width, width inside an expert, tokens, devices)
 CASES = [
@@ -86,6 +94,176 @@ def experts(size: Size) -> Rows:
                 "compiled_ms": 1e3 * stage.compiled_s,
                 "seconds_ratio": stage.planned_s / stage.compiled_s,
                 "bytes_ratio": stage.planned_bytes / stage.compiled_bytes,
+                "flops_over_routed": plan.model_flops / routed,
+            }
+        )
+    return rows
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+#: (experts, experts of a token, width, width inside an expert, tokens of a device)
+CELLS = [(8, 2, 1024, 4096, 8192), (32, 4, 2048, 1024, 8192), (128, 8, 4096, 1536, 4096)]
+SKEWS = (1.0, 1.25, 2.0)
+#: Lengths of the axes: hosts, devices of a host.
+MESHES = [(1, 8), (2, 8)]
+#: All-gathered, all-reduced and all-to-all arrays, by primitive.
+_KINDS: dict[str, CollectiveKind] = {
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+}
+
+
+def routed_step(n_experts: int, top_k: int, layer: Callable[..., Any] | None = None) -> Any:
+    """The layer between a product and a loss, so that its tokens have gradients."""
+
+    def loss(p: Any, tokens: Any) -> Any:
+        tokens = tokens @ p["in"]
+        weights, chosen = jax.lax.top_k(jax.nn.softmax((tokens @ p["router"]).astype(jnp.float32)), top_k)
+        out = (layer or _sorted_by_expert)(p, tokens, chosen, n_experts)
+        out = jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)
+        return jnp.sum(jnp.square((tokens + out).astype(jnp.float32)))
+
+    def step(p: Any, tokens: Any) -> Any:
+        value, gradients = minialpa.value_and_grad(loss)(p, tokens)
+        return jax.tree.map(lambda w, g: (w - 1e-3 * g).astype(w.dtype), p, gradients), value
+
+    return step if layer is None else loss
+
+
+def _sorted_by_expert(p: Any, tokens: Any, chosen: Any, n_experts: int) -> Any:
+    """[t k d]"""
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=n_experts)
+    rows = tokens[order // chosen.shape[1]]
+    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, p["gate"], sizes)) * jax.lax.ragged_dot(rows, p["up"], sizes)
+    out = jax.lax.ragged_dot(hidden, p["down"], sizes)
+    return out[jnp.argsort(order)].reshape(*chosen.shape, tokens.shape[-1])
+
+
+def _gathered(p: Any, tokens: Any, chosen: Any, n_experts: int, axes: tuple[str, ...], skew: float) -> Any:
+    """Weights are gathered, rows stay."""
+    del skew
+    whole = {name: jax.lax.all_gather(p[name], axes, tiled=True) for name in ("gate", "up", "down")}
+    return _sorted_by_expert(whole, tokens, chosen, n_experts)
+
+
+def _features(p: Any, tokens: Any, chosen: Any, n_experts: int, axes: tuple[str, ...], skew: float) -> Any:
+    """Devices share the inner width of each expert, and compute with all tokens."""
+    del skew
+    tokens, chosen = (jax.lax.all_gather(x, axes, tiled=True) for x in (tokens, chosen))
+    return jax.lax.psum_scatter(_sorted_by_expert(p, tokens, chosen, n_experts), axes, tiled=True)
+
+
+def _by_owner(p: Any, tokens: Any, chosen: Any, n_experts: int, axes: tuple[str, ...], skew: float) -> Any:
+    """Rows go to the device of their expert, and back. Rows beyond the capacity are lost."""
+    n, k = jax.lax.axis_size(axes), chosen.shape[1]
+    n_rows = chosen.size
+    shape = SlotShape(1, n_rows, n_experts, n, min(n_rows, math.ceil(skew * n_rows / n)))
+    slots = slots_of(chosen.reshape(1, -1), shape)
+    sent = to_slots(tokens[None], slots.row_of_slot // k)[:, 0]
+    rows, starts, ends = (
+        jax.lax.all_to_all(x, axes, 0, 0, tiled=True) for x in (sent, slots.starts[:, 0], slots.ends[:, 0])
+    )
+
+    def product(lhs: Any, rhs: Any) -> Any:
+        params = {"n_rows": shape.capacity, "n_groups": len(rhs), "precision": None, "dtype": "bfloat16", "summed": 2}
+        at = jnp.arange(shape.capacity, dtype=jnp.int32)
+        return grouped_product_p.bind(lhs[None], rhs[None], starts[None], ends[None], at, **params)[0][0]
+
+    out = product(jax.nn.silu(product(rows, p["gate"])) * product(rows, p["up"]), p["down"])
+    back = jax.lax.all_to_all(out, axes, 0, 0, tiled=True)
+    return from_slots(back[:, None], slots.slot_of_row)[0].reshape(*chosen.shape, -1)
+
+
+def recipe_bytes(recipe: str, lengths: tuple[int, ...], cell: tuple[int, ...], skew: float) -> float | None:
+    """Bytes of the collectives of a device in one step, as `Collective.n_bytes`; None if the lengths do not divide.
+
+    recipe: "axes: function", for the axes of which the function has the experts.
+    """
+    n_experts, top_k, width, inner, tokens = cell
+    axes, function = recipe.split(": ")
+    layer, names = {"gathered": _gathered, "features": _features, "experts": _by_owner}[function], tuple(axes)
+    n = math.prod(lengths["hd".index(name)] for name in names)
+    if n_experts % n:
+        return None
+    params, batch = arguments(n_experts, width, inner, tokens * math.prod(lengths))
+    params |= {"in": jax.ShapeDtypeStruct((width, width), jnp.bfloat16)}
+    features = {"gate": P(None, None, names), "up": P(None, None, names), "down": P(None, names)}
+    experts = dict.fromkeys(("gate", "up", "down"), P(names))
+    specs = {"router": P(), "in": P(), **(features if layer is _features else experts)}
+
+    def loss(p: Any, x: Any) -> Any:
+        def on_device(p: Any, x: Any) -> Any:
+            own = functools.partial(layer, axes=names, skew=skew)
+            return jax.lax.psum(routed_step(n_experts, top_k, own)(p, x), ("h", "d"))
+
+        mesh = jax.sharding.AbstractMesh(lengths, ("h", "d"))
+        return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, P(("h", "d"))), out_specs=P(), check_vma=False)(
+            p, x
+        )
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params, batch).jaxpr
+    return sum(_bytes_of_collectives(jaxpr, dict(zip("hd", lengths, strict=True))))
+
+
+def _bytes_of_collectives(jaxpr: Any, lengths: dict[str, int]) -> Iterator[float]:
+    for eqn in jaxpr.eqns:
+        kind = _KINDS.get(eqn.primitive.name)
+        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if kind is not None and math.prod(lengths[name] for name in names) > 1:
+            arrays = eqn.outvars if kind == "all-gather" else eqn.invars
+            yield sum(float(x.aval.size * x.aval.dtype.itemsize) for x in arrays)
+        for inner in jax.core.jaxprs_in_params(eqn.params):
+            yield from _bytes_of_collectives(inner, lengths)
+
+
+RECIPES = ("hd: experts", "d: experts", "hd: gathered", "d: gathered", "hd: features", "d: features")
+
+
+@benchmark("experts_recipes")
+def experts_recipes(size: Size) -> Rows:
+    """Bytes of collectives of a plan, over the least of hand recipes; arithmetic over routed rows."""
+    rows: Rows = []
+    for cell, skew, lengths in itertools.product(CELLS, SKEWS, MESHES):
+        if size != "full" and (cell, skew, lengths) != (CELLS[1], SKEWS[1], MESHES[0]):
+            continue
+        n_experts, top_k, width, inner, tokens = cell
+        tokens *= math.prod(lengths)
+        params, batch = arguments(n_experts, width, inner, tokens)
+        params |= {"in": jax.ShapeDtypeStruct((width, width), jnp.bfloat16)}
+        cluster = ClusterSpec.preset("h100", num_hosts=lengths[0], devices_per_host=lengths[1])
+        shapes = {(math.prod(lengths),), lengths if lengths[0] > 1 else lengths[1:]}
+        plans = [
+            minialpa.plan(
+                routed_step(n_experts, top_k),
+                (params, batch),
+                cluster=cluster,
+                method=ShardParallel(logical_shape=shape, auto_sharding_option=AutoShardingOption(expert_skew=skew)),
+                batch_argnums=1,
+            )
+            for shape in sorted(shapes)
+        ]
+        plan = min(plans, key=lambda plan: plan.cost.total_s)
+        by_recipe = {recipe: recipe_bytes(recipe, lengths, cell, skew) for recipe in RECIPES}
+        known = {recipe: n_bytes for recipe, n_bytes in by_recipe.items() if n_bytes is not None}
+        best = min(known, key=known.__getitem__)
+        planned = sum(one.times_per_step * one.n_bytes for one in plan.collectives)
+        routed = 2.0 * tokens * (9 * top_k * width * inner + 2 * width * width + 3 * width * n_experts)
+        rows.append(
+            {
+                "experts": n_experts,
+                "skew": skew,
+                "mesh": "x".join(map(str, lengths)),
+                "planned_ms": 1e3 * plan.cost.total_s,
+                "planned_mb": planned / 1e6,
+                "not_hidden_mb": sum(c.times_per_step * c.n_bytes for c in plan.collectives if not c.can_hide) / 1e6,
+                "recipe": best,
+                "recipe_mb": known[best] / 1e6,
+                "bytes_over_recipe": planned / known[best],
                 "flops_over_routed": plan.model_flops / routed,
             }
         )

@@ -33,6 +33,8 @@ grouped_sum_p = Primitive("minialpa_grouped_sum")
 
 #: The scope of a loop, with its expected mean number of iterations, for readers of compiled programs.
 TRIPS = "minialpa_trips_"
+#: The scope of a branch that balanced rows do not take.
+NEVER = TRIPS + "0"
 #: Rows of a tile: at most this part of the mean group, for little arithmetic on rows of other groups.
 _PART = 0.15
 _SMALLEST_TILE, _LARGEST_TILE = 64, 4096
@@ -46,7 +48,7 @@ def rows_of_tile(n_rows: int, n_whole_rows: int, n_groups: int) -> int:
 
 def tiles_of_group(n_rows: int, n_whole_rows: int, n_groups: int) -> float:
     """Tiles of a group on a device, if groups have equal rows. A group that ends in a tile has half of it."""
-    length = rows_of_tile(n_rows, n_whole_rows, n_groups)
+    length, n_rows = rows_of_tile(n_rows, n_whole_rows, n_groups), min(n_rows, n_whole_rows)
     groups_here = min(1.0, n_rows / n_whole_rows + 1 / n_groups)
     return n_rows / n_groups / length + groups_here / 2
 

@@ -488,18 +488,27 @@ def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
 
 def attention_of(method: Method | FollowingMethod | Plan) -> Attention:
     """How a method treats attentions. A saved plan is for the step as its method treated it."""
+    return "written" if isinstance(method, CreateStateParallel) else _option_of(method).attention
+
+
+def expert_skew_of(method: Method | FollowingMethod | Plan) -> float:
+    return _option_of(method).expert_skew
+
+
+def _option_of(method: Method | FollowingMethod | Plan) -> AutoShardingOption:
+    """Of its first stage, if stages differ."""
     match method:
         case Plan():
-            return method.stages[0].option.attention
+            return method.stages[0].option
         case FollowParallel():
-            return method.source().stages[0].option.attention
+            return method.source().stages[0].option
         case CreateStateParallel():
-            return "written"
+            option = None
         case PipeshardParallel():
             option = method.default_auto_sharding_option
         case _:
             option = method.auto_sharding_option
-    return AutoShardingOption().attention if option is None else option.attention
+    return AutoShardingOption() if option is None else option
 
 
 def _with_attention(stages: StageOption, attention: Attention) -> StageOption:

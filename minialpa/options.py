@@ -66,6 +66,9 @@ class AutoShardingOption:
         attention: which attentions become one operation, whose memory is linear in the number of positions: "fused" all
             recognised ones, "auto" those with more than 128 * 128 scores per head, "written" leaves the step unchanged.
             Equal for all stages.
+        expert_skew: rows of the busiest experts over the mean, for devices that share experts; at least 1. Devices have
+            memory, and send arrays, for this many times their mean number of rows. More rows take more time. Equal for
+            all stages.
     """
 
     enable_auto_sharding: bool = True
@@ -82,6 +85,7 @@ class AutoShardingOption:
     solver_time_limit_s: NotNegative = 20.0
     shardings: Shardings = "hint"
     attention: Attention = "auto"
+    expert_skew: Positive = 1.25
     axis_names: tuple[str, ...] = ()
     received_axes: tuple[tuple[str, int], ...] = ()
     axis_lengths: tuple[Count, ...] = ()
@@ -205,6 +209,11 @@ class AutoShardingOption:
 
 
 def _check_together(option: AutoShardingOption) -> None:
+    if option.expert_skew < 1:
+        raise ShardingError(
+            f"`expert_skew` is {option.expert_skew}, but the busiest experts have at least the mean number of rows. "
+            "Give 1 or more."
+        )
     if option.data_parallel:
         name = "force_zero_stage_3" if option.force_zero_stage_3 else "force_data_parallel"
         _check_data_parallel(option, name, is_sharded=option.force_zero_stage_3)

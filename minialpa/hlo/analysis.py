@@ -1,7 +1,7 @@
 """The HLO text of a compiled program in; out, its collectives, and their seconds on a mesh.
 
 A collective runs as often as the product of the trip counts of the loops around it. A loop counts as one trip if XLA
-does not know its trip count. Every branch of a conditional counts once.
+does not know its trip count. Every branch of a conditional counts once, except one that balanced experts do not take.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from minialpa.hlo.text import (
 )
 
 _KINDS: dict[str, CollectiveKind] = {kind: kind for kind in get_args(CollectiveKind)}
-_CALLS = ("to_apply", "calls", "branch_computations", "true_computation", "false_computation", "called_computations")
+_CALLS = ("to_apply", "calls", "called_computations")
 _CUDNN_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
 
 
@@ -184,6 +184,9 @@ def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, in
     if instruction.opcode == "while":
         for name in instruction.called("body", "condition"):
             yield name, instruction.n_trips
+    elif instruction.opcode == "conditional":
+        for name in instruction.branches:
+            yield name, 1
     # The end of an asynchronous call names the computation of the start.
     elif instruction.opcode not in ("async-update", "async-done"):
         for name in instruction.called(*_CALLS):

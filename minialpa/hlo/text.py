@@ -46,6 +46,14 @@ class Instruction:
         expected = re.search(r'minialpa_trips_([\d.]+)/while"', self.attributes)
         return float(expected[1]) if expected else self.n_trips
 
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Of a `conditional`, without the branch that never runs (`minialpa.grouped.NEVER`)."""
+        found = self.called("branch_computations", "true_computation", "false_computation")
+        if not re.search(r'minialpa_trips_0/cond"', self.attributes):
+            return found
+        return self.called("false_computation") or found[:1]
+
     def called(self, *keys: str) -> tuple[str, ...]:
         """In the attributes `keys`, such as `body` or `branch_computations`."""
         pattern = rf"[ ,](?:{'|'.join(keys)})=(?:\{{([^}}]*)\}}|%?([\w.\-]+))"

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from minialpa import routed
 from minialpa.attention.operation import in_ring
 from minialpa.attention.ring import Ring
 from minialpa.errors import TraceError, VerifyError
@@ -101,6 +102,13 @@ def _run(mesh_shape: Shape, eqn: JaxprEqn, factors: Factors, chosen: EquationSpe
 
     if passing := ring_axes(factors, chosen.operands):
         results = _run_ring(mesh_shape, eqn, chosen, operands, passing)
+        _check_shapes(eqn, chosen, results, mesh_shape)
+        return results
+
+    if eqn.primitive in routed.PRIMITIVES:
+        owners = chosen.operands[0].dims[0]
+        devices = routed.OwnerDevices(_names(owners), math.prod(mesh_shape[axis] for axis in owners))
+        results = routed.on_devices(eqn.primitive, devices)(*operands, **eqn.params)
         _check_shapes(eqn, chosen, results, mesh_shape)
         return results
 

@@ -17,6 +17,8 @@ _CONTRACTIONS = frozenset(
         "minialpa_attention_gradient",
         "minialpa_grouped_product",
         "minialpa_grouped_sum",
+        "minialpa_routed_product",
+        "minialpa_routed_sum",
     )
 )
 _VIEWS = frozenset(("reshape", "squeeze", "transpose"))

@@ -5,6 +5,13 @@
 
 The matrices of a product may also be [b g n k] (`summed`).
 flops = 2 b x (m + g t / 2) k n with tiles of t rows.
+
+In slots (`minialpa.routed`), bounds of all foreign slots are on each device that shares owners:
+
+    product: [y x c k], [y e k n], [y x e], [y x e], [c], [w x g], [w x g] -> [y x c n]     sum(k)
+    sum:     [y x c k], [y x c n], [y x e], [y x e], [c], [w x g], [w x g] -> [y e k n]     sum(x)
+
+c, e, w and g are blocked.
 """
 
 from __future__ import annotations
@@ -18,30 +25,33 @@ from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import rule
 
 
-@rule("minialpa_grouped_product")
+@rule("minialpa_grouped_product", "minialpa_routed_product")
 def _product(eqn: JaxprEqn) -> Factors:
     return _factors(eqn, is_sum=False)
 
 
-@rule("minialpa_grouped_sum")
+@rule("minialpa_grouped_sum", "minialpa_routed_sum")
 def _sum(eqn: JaxprEqn) -> Factors:
     return _factors(eqn, is_sum=True)
 
 
 def _factors(eqn: JaxprEqn, *, is_sum: bool) -> Factors:
     lhs, rhs, bounds = map(shape_of, eqn.invars[:3])
-    table = FactorTable()
+    table, of_foreign = FactorTable(), [shape_of(atom) for atom in eqn.invars[5:6]]
     b = table.dim(lhs[0])
-    x, m = (table.dim(size, reduction="sum" if is_sum else None) for size in lhs[1:3])
-    g, k = (table.dim(size, reduction=None if is_sum else "sum") for size in (bounds[2], lhs[3]))
+    x = table.dim(lhs[1], reduction="sum" if is_sum else None)
+    m = table.dim(lhs[2], blocked=bool(of_foreign), reduction="sum" if is_sum else None)
+    g = table.dim(bounds[2], blocked=bool(of_foreign), reduction=None if is_sum else "sum")
+    k = table.dim(lhs[3], reduction=None if is_sum else "sum")
     n = table.dim(rhs[3] if is_sum else rhs[5 - eqn.params["summed"]])
 
     tile = rows_of_tile(lhs[2], eqn.params["n_rows"], eqn.params["n_groups"])
-    n_rows = lhs[0] * lhs[1] * (lhs[2] + bounds[2] * tile / 2)
+    n_rows = lhs[0] * lhs[1] * (min(lhs[2], eqn.params["n_rows"]) + bounds[2] * tile / 2)
+    foreign = [(table.dim(w, blocked=True), x, table.dim(groups, blocked=True)) for w, _, groups in of_foreign]
     rows, matrices = (b, x, m), (b, g, k, n) if is_sum or eqn.params["summed"] == 2 else (b, g, n, k)
     return table.build(
         eqn,
-        [(*rows, k), (*rows, n) if is_sum else matrices, (b, x, g), (b, x, g), (m,)],
+        [(*rows, k), (*rows, n) if is_sum else matrices, (b, x, g), (b, x, g), (m,), *2 * foreign],
         [matrices if is_sum else (*rows, n)],
         linear="each",
         linear_operands=(0, 1),

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from minialpa import register_sharding_rule
 from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 from minialpa.grouped import grouped_product_p, grouped_sum_p
+from minialpa.routed import routed_product_p, routed_sum_p
 from minialpa.tracing.gradients import gradient_p, per_micro_batch_p
 from minialpa.tracing.rotation import rotate
 from tests.attention_calls import causal, fused
@@ -403,6 +404,21 @@ _program(
         grouped_product_p.bind(rows, matrices, *_BOUNDS, np.arange(6, dtype=np.int32), summed=2, **_WHOLE),
         grouped_product_p.bind(others, matrices, *_BOUNDS, np.arange(6, dtype=np.int32), summed=3, **_WHOLE),
         grouped_sum_p.bind(rows, others, *_BOUNDS, np.arange(6, dtype=np.int32), **_WHOLE),
+    ],
+    (2, 2, 6, 4),
+    (2, 2, 4, 6),
+    (2, 2, 6, 6),
+)
+
+# In slots, without foreign rows.
+_FOREIGN = np.zeros((2, 2, 4), np.int32)
+_SLOTS = (*_BOUNDS, np.arange(6, dtype=np.int32), _FOREIGN, _FOREIGN)
+_program(
+    "grouped products in slots",
+    lambda rows, matrices, others: [
+        routed_product_p.bind(rows, matrices, *_SLOTS, summed=2, **_WHOLE),
+        routed_product_p.bind(others, matrices, *_SLOTS, summed=3, **_WHOLE),
+        routed_sum_p.bind(rows, others, *_SLOTS, **_WHOLE),
     ],
     (2, 2, 6, 4),
     (2, 2, 4, 6),

@@ -28,6 +28,7 @@ from minialpa.intra.strategies.rings import ring_axes
 from minialpa.ir.block import Block
 from minialpa.ir.equations import Atom, bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
 from minialpa.ir.repeats import NO_REPEATS, Repeats
+from minialpa.routed import routed_product_p, routed_sum_p
 from minialpa.rules.factors import Factors
 from minialpa.rules.registered import function_p, run_function
 from minialpa.rules.shards import localize
@@ -41,6 +42,9 @@ _FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
     attention_gradient_p: differentiate,
     grouped_product_p: product,
     grouped_sum_p: sum_of_products,
+    # Without foreign rows.
+    routed_product_p: lambda *operands, **params: product(*operands[:5], **params),
+    routed_sum_p: lambda *operands, **params: sum_of_products(*operands[:5], **params),
     function_p: run_function,
 }
 

@@ -50,7 +50,8 @@ from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import Spec
 from minialpa.tracing.flattening import flat_body
 
-_GROUPED = ("minialpa_grouped_product", "minialpa_grouped_sum")
+_SUMS = ("minialpa_grouped_sum", "minialpa_routed_sum")
+_GROUPED = ("minialpa_grouped_product", "minialpa_routed_product", *_SUMS)
 
 
 class Work(NamedTuple):
@@ -227,7 +228,7 @@ def _grouped_s(eqn: JaxprEqn, device: DeviceSpec, shapes: Sequence[Sequence[int]
     lhs, rhs, out = shapes
     sizes = [bytes_of(atom) / math.prod(shape_of(atom)) for atom in (*eqn.invars[:2], *eqn.outvars)]
     lhs_bytes, rhs_bytes, out_bytes = (math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
-    is_sum = eqn.primitive.name == "minialpa_grouped_sum"
+    is_sum = eqn.primitive.name in _SUMS
     n_groups, *matrix = (out if is_sum else rhs)[1:]
     n_tiles = lhs[0] * lhs[1] * n_groups * tiles_of_group(lhs[2], eqn.params["n_rows"], eqn.params["n_groups"])
     if is_sum:

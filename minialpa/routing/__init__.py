@@ -1,0 +1,1 @@
+"""Rows that an argsort of expert ids orders, in blocks that devices share."""

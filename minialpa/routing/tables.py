@@ -1,0 +1,124 @@
+"""Integer functions of one integer, as tables of their values: what an index is for each place in an order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
+
+Array = np.ndarray[Any, Any]
+
+
+def _quotient(a: Array, b: Array) -> Array:
+    a, b = a.astype(np.int64), b.astype(np.int64)
+    return np.asarray(np.sign(a) * np.sign(b) * (abs(a) // abs(b)))
+
+
+_ELEMENTWISE: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "add": np.add,
+        "and": np.bitwise_and,
+        "copy": np.copy,
+        "div": _quotient,
+        "eq": np.equal,
+        "ge": np.greater_equal,
+        "gt": np.greater,
+        "le": np.less_equal,
+        "lt": np.less,
+        "max": np.maximum,
+        "min": np.minimum,
+        "mul": np.multiply,
+        "ne": np.not_equal,
+        "not": np.invert,
+        "or": np.bitwise_or,
+        "rem": lambda a, b: a - b * _quotient(a, b),
+        "select_n": lambda which, off, on: np.where(which, on, off),
+        "sign": np.sign,
+        "stop_gradient": np.copy,
+        "sub": np.subtract,
+    }
+)
+
+
+class Tables:
+    """Attributes:
+    bases: by variable, the name of its elements; `n` elements 0, 1, ..., n - 1 each.
+    """
+
+    def __init__(self, producers: Mapping[Atom, JaxprEqn], bases: Callable[[Var], str | None], n: int) -> None:
+        self.producers, self.bases, self.n = producers, bases, n
+        self._known: dict[Atom, tuple[str | None, Array] | None] = {}
+
+    def read(self, atom: Atom) -> tuple[str | None, Array] | None:
+        """Name of the base, and values; dimensions of equal elements have length 1. None if unknown."""
+        if is_literal(atom):
+            value = np.asarray(atom.val)
+            return (None, value) if value.dtype.kind in "bi" else None
+        if atom not in self._known:
+            base = self.bases(atom)
+            dtype = getattr(aval_of(atom), "dtype", None)
+            if base is not None:
+                self._known[atom] = base, np.arange(self.n, dtype=dtype)
+            elif atom not in self.producers or np.dtype(dtype).kind not in "bi":
+                self._known[atom] = None
+            else:
+                self._known[atom] = self._computed(self.producers[atom])
+        return self._known[atom]
+
+    def constant(self, atom: Atom) -> int | None:
+        """The integer that an array is everywhere; None if unknown."""
+        found = self.read(atom)
+        return int(found[1].item()) if found is not None and found[0] is None and found[1].size == 1 else None
+
+    def is_quotient(self, atom: Atom, base: str, divisor: int) -> bool:
+        """Whether it is base // divisor, in an array [n] or [n 1]."""
+        found = self.read(atom)
+        if found is None or found[0] != base or found[1].size != self.n:
+            return False
+        return bool(np.array_equal(found[1].reshape(-1), np.arange(self.n) // divisor))
+
+    def _computed(self, eqn: JaxprEqn) -> tuple[str | None, Array] | None:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "iota":
+            shape = [size if d == params["dimension"] else 1 for d, size in enumerate(params["shape"])]
+            return None, np.arange(max(shape), dtype=params["dtype"]).reshape(shape)
+
+        operands = [self.read(atom) for atom in eqn.invars]
+        if not operands or None in operands:
+            return None
+        bases = {one[0] for one in operands if one is not None} - {None}
+        arrays = [one[1] for one in operands if one is not None]
+        values = self._applied(eqn, arrays) if len(bases) < 2 else None
+        return None if values is None else (next(iter(bases), None), values)
+
+    def _applied(self, eqn: JaxprEqn, arrays: list[Array]) -> Array | None:
+        name, params, out = eqn.primitive.name, eqn.params, aval_of(eqn.outvars[0])
+        first = arrays[0]
+        if name in ("div", "rem") and not np.all(arrays[1]):
+            return None
+        if name in _ELEMENTWISE:
+            # In their own dtype, so that overflow is XLA's.
+            return np.asarray(_ELEMENTWISE[name](*arrays)).astype(out.dtype)
+        if name == "convert_element_type":
+            return first.astype(out.dtype) if out.dtype.kind in "bi" else None
+        if not first.ndim:
+            return first if name in ("broadcast_in_dim", "reshape") else None
+        shape = [1] * len(out.shape)
+        if name == "broadcast_in_dim":
+            for size, dim in zip(first.shape, params["broadcast_dimensions"], strict=True):
+                shape[dim] = size
+            return first.reshape(shape)
+        if name in ("reshape", "squeeze"):
+            old = [d for d, size in enumerate(shape_of(eqn.invars[0])) if size > 1]
+            new = [d for d, size in enumerate(out.shape) if size > 1]
+            if [shape_of(eqn.invars[0])[d] for d in old] != [out.shape[d] for d in new]:
+                return None
+            for d, e in zip(old, new, strict=True):
+                shape[e] = first.shape[d]
+            return first.reshape(shape)
+        return None

@@ -1,0 +1,222 @@
+"""Layers of experts without a token limit: tokens sorted on their devices, or sent to the devices of their experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import minialpa
+from minialpa import AutoShardingOption, ClusterSpec, DataParallel, ShardParallel
+from minialpa.routing.rows import with_rows_in_slots
+from minialpa.routing.slots import SlotShape, slots_of
+from minialpa.tracing.evaluation import eval_flat
+from tests.helpers import trace
+from tests.rules.rule_programs import floats
+
+EXPERTS, TOP_K, WIDTH, INNER, TOKENS = 8, 2, 16, 24, 64
+Layer = Callable[[Any, Any], Any]
+
+
+# ---- slots -----------------------------------------------------------------------------------------------------------
+
+
+@hypothesis.settings(deadline=None, max_examples=20)
+@hypothesis.given(st.data())
+def test_each_row_has_a_slot_of_its_group(data: st.DataObject) -> None:
+    n_owners, n_each = data.draw(st.sampled_from([(1, 3), (2, 2), (4, 1)]))
+    n_rows, n_groups = data.draw(st.integers(1, 12)), n_owners * n_each
+    capacity = data.draw(st.integers(-(-n_rows // n_owners), n_rows)) if n_owners > 1 else n_rows
+    ids = np.array(data.draw(st.lists(st.integers(0, n_groups - 1), min_size=2 * n_rows, max_size=2 * n_rows)))
+    ids = ids.reshape(2, n_rows).astype(np.int32)
+    slots = jax.tree.map(np.asarray, slots_of(ids, SlotShape(2, n_rows, n_groups, n_owners, capacity)))
+    for block in range(2):
+        places = slots.slot_of_row[block]
+        assert len(set(places)) == n_rows
+        np.testing.assert_array_equal(slots.row_of_slot[block].reshape(-1)[places], np.arange(n_rows))
+        groups = np.full((n_owners, capacity), -1)
+        for owner in range(n_owners):
+            bounds = [(owner * n_each, slots.starts, slots.ends), (0, slots.foreign_starts, slots.foreign_ends)]
+            for first, starts, ends in bounds:
+                for i, (start, end) in enumerate(zip(starts[owner, block], ends[owner, block], strict=True)):
+                    assert (groups[owner, start:end] == -1).all()
+                    groups[owner, start:end] = first + i
+        np.testing.assert_array_equal(groups.reshape(-1)[places], ids[block])
+        assert (groups >= 0).sum() == n_rows
+
+
+# ---- recognition -----------------------------------------------------------------------------------------------------
+
+
+def _chosen(p: Any, x: Any) -> Any:
+    return lax.top_k(jax.nn.softmax(x @ p["router"]), TOP_K)
+
+
+def _experts(p: Any, rows: Any, sizes: Any) -> Any:
+    hidden = jax.nn.silu(lax.ragged_dot(rows, p["gate"], sizes)) * lax.ragged_dot(rows, p["up"], sizes)
+    return lax.ragged_dot(hidden, p["down"], sizes)
+
+
+def _plain(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+    out = _experts(p, x[order // TOP_K], sizes)[jnp.argsort(order)]
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, WIDTH), weights)
+
+
+def _repeated(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    ids = jnp.ravel(chosen)
+    order = jnp.argsort(ids)
+    out = _experts(p, jnp.take(jnp.repeat(x, TOP_K, axis=0), order, axis=0), jnp.bincount(ids, length=EXPERTS))
+    out = jnp.take(out, jnp.argsort(order), axis=0).reshape(-1, TOP_K, WIDTH)
+    return jnp.einsum("tkd,tk->td", out, weights)
+
+
+def _weighed_in_order(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    ids = chosen.reshape(-1)
+    order, sizes = jnp.argsort(ids), jax.nn.one_hot(ids, EXPERTS, dtype=jnp.int32).sum(0)
+    out = _experts(p, x[order // TOP_K], sizes) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+def _with_biases(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    ids = chosen.reshape(-1)
+    order, sizes = jnp.argsort(ids), jnp.bincount(ids, length=EXPERTS)
+    out = (_experts(p, x[order // TOP_K], sizes) + p["bias"][ids[order]])[jnp.argsort(order)]
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, WIDTH), weights)
+
+
+def _wrong_sizes(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    order, sizes = jnp.argsort(chosen.reshape(-1)), TOP_K * jnp.bincount(chosen[:, 0], length=EXPERTS)
+    out = _experts(p, x[order // TOP_K], sizes)[jnp.argsort(order)]
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, WIDTH), weights)
+
+
+def _by_place(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+    rows = x[order // TOP_K] * (jnp.arange(len(order)) / len(order))[:, None]
+    out = _experts(p, rows, sizes)[jnp.argsort(order)]
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, WIDTH), weights)
+
+
+def _parameters(skew: float = 0.0) -> Any:
+    shapes = {
+        "router": (WIDTH, EXPERTS),
+        "gate": (EXPERTS, WIDTH, INNER),
+        "up": (EXPERTS, WIDTH, INNER),
+        "down": (EXPERTS, INNER, WIDTH),
+        "bias": (EXPERTS, WIDTH),
+    }
+    params = {name: 0.5 * floats(shape, i) for i, (name, shape) in enumerate(shapes.items())}
+    params["router"][:, 3] += skew
+    params["router"][:, 4] += 0.9 * skew
+    return params
+
+
+def _loss(layer: Layer) -> Callable[[Any, Any], Any]:
+    return lambda p, x: jnp.sum(jnp.sin(layer(p, x)))
+
+
+@pytest.mark.parametrize("layer", [_plain, _repeated, _weighed_in_order, _with_biases, jax.checkpoint(_plain)])
+def test_rows_sorted_by_expert_are_found(layer: Layer) -> None:
+    found, names = _rewritten(layer)
+    assert found and names["minialpa_routed_product"] == 6 and names["minialpa_routed_sum"] == 3
+    assert not any("grouped" in name for name in names)
+
+
+@pytest.mark.parametrize("layer", [_wrong_sizes, _by_place])
+def test_rows_that_depend_on_their_place_stay_as_written(layer: Layer) -> None:
+    assert not _rewritten(layer)[0]
+
+
+def _rewritten(layer: Layer) -> tuple[bool, Counter[str]]:
+    """Also checks values and gradients."""
+    step = jax.value_and_grad(_loss(layer), (0, 1))
+    arguments = _parameters(), floats((TOKENS, WIDTH), 9)
+    traced = trace(step, *arguments)
+    new = with_rows_in_slots(traced, 8, 1.0)
+    results = jax.jit(lambda *leaves: eval_flat(new.flat, leaves))(*jax.tree.leaves(arguments))
+    for expected, one in zip(jax.tree.leaves(jax.jit(step)(*arguments)), results, strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-4)
+    return new is not traced, Counter(eqn.primitive.name for eqn in new.flat.eqns)
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+METHODS = {
+    "rows stay": DataParallel(),
+    "rows go to their experts": ShardParallel(auto_sharding_option=AutoShardingOption(allow_all_gather=False)),
+    "no free slots": ShardParallel(auto_sharding_option=AutoShardingOption(allow_all_gather=False, expert_skew=1.0)),
+    "micro-batches": ShardParallel(num_micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_devices_compute_what_one_device_computes(method: str) -> None:
+    """For balanced routings, and where all tokens have the same experts."""
+
+    def loss(p: Any, batch: Any) -> Any:
+        x = batch[0] @ p["in"]
+        return jnp.sum((x + _plain(p, x)) * batch[1])
+
+    def step(p: Any, batch: Any) -> Any:
+        return minialpa.value_and_grad(loss)(p, batch)
+
+    devices = minialpa.parallelize(step, method=METHODS[method], donate_argnums=(), batch_argnums=1)
+    for skew in (0.0, 5.0):
+        params = {**_parameters(skew), "in": np.eye(WIDTH, dtype=np.float32)}
+        batch = (np.abs(floats((TOKENS, WIDTH), 9)), floats((TOKENS, WIDTH), 10))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+            devices(params, batch),
+            jax.jit(step)(params, batch),
+        )
+
+
+def test_nan_stays_in_its_token() -> None:
+    x = floats((TOKENS, WIDTH), 9)
+    x[5, 1] = np.nan
+    step = minialpa.parallelize(_plain, method=METHODS["rows go to their experts"], batch_argnums=1)
+    np.testing.assert_array_equal(np.isnan(step(_parameters(), x)).any(axis=1), np.arange(TOKENS) == 5)
+
+
+def test_experts_stay_and_rows_move_where_weights_are_larger() -> None:
+    n_experts, width, inner, tokens = 32, 1024, 2048, 8192
+    shapes = {"gate": (n_experts, width, inner), "up": (n_experts, width, inner), "down": (n_experts, inner, width)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    params["router"] = jax.ShapeDtypeStruct((width, n_experts), jnp.bfloat16)
+
+    def loss(p: Any, x: Any) -> Any:
+        weights, chosen = lax.top_k(jax.nn.softmax((x @ p["router"]).astype(jnp.float32)), TOP_K)
+        order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=n_experts)
+        out = _experts(p, x[order // TOP_K], sizes)[jnp.argsort(order)].reshape(-1, TOP_K, width)
+        return jnp.sum(jnp.einsum("tkd,tk->td", out.astype(jnp.float32), weights) ** 2)
+
+    def step(p: Any, x: Any) -> Any:
+        value, gradients = minialpa.value_and_grad(loss)(p, x)
+        return jax.tree.map(jnp.subtract, p, gradients), value
+
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    cluster = ClusterSpec.preset("h100", devices_per_host=8)
+    plan = minialpa.plan(step, (params, x), cluster=cluster, method=ShardParallel(), batch_argnums=1)
+    largest = max(plan.collectives, key=lambda one: one.n_bytes)
+    assert largest.kind == "all-to-all"
+    assert largest.n_bytes == pytest.approx(1.25 * tokens * TOP_K / 8 * width * 2, rel=0.01)
+
+
+def test_skew_below_one_is_refused() -> None:
+    with pytest.raises(minialpa.ShardingError, match=r"`expert_skew` is 0\.5, but the busiest experts have at least"):
+        AutoShardingOption(expert_skew=0.5)
