@@ -285,11 +285,11 @@ class LogicalMesh:
     """A view of a group of devices with one to three axes, with prices of collectives along them.
 
     Attributes:
-        shape: devices along each axis, in row-major order: neighbours along the last axis have consecutive numbers.
+        shape: devices along each axis, in row-major order.
         alpha: seconds to start a collective along each axis.
         beta: seconds per byte along each axis.
-        spread: for each axis, seconds of an all-to-all / of an all-gather of equal bytes: above 1 if several devices of
-            a group share the link of a host.
+        spread: seconds of an all-to-all / of an all-gather of equal bytes: above 1 if a group has several devices on
+            a host and leaves it.
         device: the kind of all devices. With `None`, compute has no price, and the planner splits matrix products and
             convolutions over all devices as far as it can.
     """
@@ -331,8 +331,7 @@ class LogicalMesh:
     def all_reduce_s(self, n_bytes: float, axes: Sequence[int]) -> float:
         """Seconds of an all-reduce. n_bytes: of the operand on each device.
 
-        Several axes take phases, each with a start: reduce-scatters along the inner axes, an all-reduce of the shards
-        along the outer axis, and all-gathers along the inner axes.
+        Each phase has a start: reduce-scatters along inner axes, an all-reduce along the outer axis, all-gathers.
         """
         live = [axis for axis, _ in self._outer_to_inner(axes)]
         if not live:
@@ -366,10 +365,9 @@ class LogicalMesh:
 
 @lru_cache(maxsize=1 << 12)
 def axis_links(shape: tuple[int, ...], per_host: int) -> tuple[tuple[int, float], ...]:
-    """For each axis of devices in row-major order: groups that share the link of a host, and `LogicalMesh.spread`.
+    """For each axis: groups that share the link of a host, 0 if all stay on a host, and `LogicalMesh.spread`.
 
-    No groups if none leaves its host. Devices of a group on one host send over its link once in a ring, each to all
-    devices of other hosts in an all-to-all.
+    A group sends over the link of a host once in a ring, from each device to all others in an all-to-all.
     """
     host_of, found = np.arange(math.prod(shape)).reshape(shape) // per_host, []
     for axis, k in enumerate(shape):
@@ -441,8 +439,7 @@ class ClusterSpec:
         """The submesh of (hosts, devices per host), viewed as `shape`, with the alpha and beta of each axis.
 
         An axis whose groups span hosts has the network link, others the link inside a host. Of 2 hosts x 8 devices as
-        (4, 4), axis 0 spans hosts, and its 4 groups share the link of a host: beta is 4 times the beta of the link.
-        With two devices of each group on a host, an all-to-all sends 4/3 of the bytes of a ring: see `axis_links`.
+        (4, 4), 4 groups along axis 0 share the link of a host: beta is 4 times the beta of the link.
 
         device: the kind of the devices; `None` for `self.device`.
         """

@@ -54,6 +54,7 @@ FAST = {
     "ring_attention": ("shard",),
     "synced_batch_norm": ("shard",),
     "tensor_parallel_by_hand": ("zero3",),
+    "three_axes": ("micro", "stages"),
 }
 
 

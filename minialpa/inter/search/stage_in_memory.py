@@ -436,7 +436,7 @@ def _too_large_error(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -
 def standard_plans(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
     """`option` with ZeRO-3, ZeRO-2 and mixed plans; empty if it fixes the split of the examples.
 
-    Mixed plans split examples over one mesh axis and layers over others, with and without replicated parameters.
+    Mixed plans split examples over one axis and layers over others, with and without replicated parameters.
     """
     splits = tuple(splits_of_examples(option, mesh))
     if not splits:

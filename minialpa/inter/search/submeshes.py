@@ -53,7 +53,7 @@ def candidates(
     """Each submesh, part of a host or whole hosts, that `option` allows, with each of its logical shapes.
 
     sharding: leaves out shapes that do not have its `axis_lengths`, unless all lack them.
-    users_shape: of the user's mesh, a further choice if it has three axes.
+    users_shape: a further choice if it has three axes.
     """
     out = []
     for device, n_hosts in _longest_runs(cluster).items():
@@ -92,7 +92,7 @@ def logical_shapes(submesh: tuple[int, int], space: str, users_shape: tuple[int,
 def first_views(choices: Sequence[Candidate], per_host: int, n_examples: int) -> Bools:
     """[m]: whether candidate m is open at first.
 
-    A submesh with many logical shapes starts with one and three axes, with its hosts on axis 0, and with gcd(devices,
+    A submesh with many logical shapes starts with one or three axes, its hosts on axis 0, and with gcd(devices,
     n_examples) devices on axis 0, for a micro-batch of `n_examples`.
     """
     shapes: dict[tuple[tuple[int, int], DeviceSpec | None], list[int]] = {}

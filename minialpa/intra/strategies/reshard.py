@@ -2,8 +2,7 @@
 
 A step is an operation on shards: cut a dimension or zero all copies but one (`mask`), both free; all-gather,
 all-reduce, reduce-scatter, all-to-all. Example: S0,R to R,S0 is one all-to-all, R,R+P0 to S0,R one reduce-scatter.
-An array has some dozens of specs on two mesh axes, hundreds on three, so all its shortest paths are one small table
-(Floyd-Warshall). Prices and programs use the same steps.
+An array has dozens of specs, on three mesh axes hundreds: all shortest paths are one table (Floyd-Warshall). Prices and programs use the same steps.
 """
 
 from __future__ import annotations
