@@ -2,8 +2,8 @@
 
 python -m benchmarks.run memory_choices
 
-Each model is planned in one stage under five limits around the memory that it needs with `full` rematerialisation, and
-between that and the memory with all values kept. Without `DeviceSpec.host_bytes` the planner only recomputes.
+Each model is planned in one stage under five limits, from the memory of `offload` in all layers to the memory with all
+values kept. Without `DeviceSpec.host_bytes` the planner only recomputes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from minialpa.errors import InfeasibleError
 from minialpa.options import RematChoice
 from minialpa.tracing.trace import TracedStep
 
-#: Limits: this part of the way from the bytes of `full` to the bytes of `none`, as a part of the latter.
-_PARTS = (-0.04, 0.02, 0.1, 0.25, 0.5)
+#: Limits: parts of the way from the bytes of `offload` in all layers to the bytes of `none`.
+_PARTS = (0.0, 0.05, 0.07, 0.15, 0.4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,15 @@ def _setting(name: str, model: str, **sizes: Any) -> _Setting:
     return _Setting(name, model, (("vocab_size", 4096), *sizes.items()))
 
 
+_LLAMA = {"n_kv_heads": 8, "ffn": 28672}
 _SETTINGS = (
-    _setting("gpt-8192, 16K tokens", "gpt", hidden=8192, n_layers=8, n_heads=64, seq_len=16384, batch_size=1),
-    _setting("gpt-8192, 8 x 2K tokens", "gpt", hidden=8192, n_layers=8, n_heads=64, seq_len=2048, batch_size=8),
+    _setting("gpt-12288, 16K tokens", "gpt", hidden=12288, n_layers=6, n_heads=96, seq_len=16384, batch_size=2),
+    _setting("gpt-8192, 16K tokens", "gpt", hidden=8192, n_layers=6, n_heads=64, seq_len=16384, batch_size=2),
+    _setting("gpt-8192, 32K tokens", "gpt", hidden=8192, n_layers=6, n_heads=64, seq_len=32768, batch_size=2),
     _setting(
-        "llama-8192, 16K tokens", "llama",
-        hidden=8192, n_layers=6, n_heads=64, n_kv_heads=8, ffn=28672, seq_len=16384, batch_size=1,
+        "llama-8192, 16K tokens", "llama", hidden=8192, n_layers=6, n_heads=64, seq_len=16384, batch_size=2, **_LLAMA
     ),
-    _setting(
-        "llama-4096, 32K tokens", "llama",
-        hidden=4096, n_layers=8, n_heads=32, n_kv_heads=8, ffn=14336, seq_len=32768, batch_size=1,
-    ),
-)  # fmt: skip
+)
 _TINY = (_setting("gpt", "gpt", hidden=64, n_layers=2, n_heads=2, seq_len=64, batch_size=2),)
 
 
@@ -72,7 +69,7 @@ def _rows(setting: _Setting) -> Iterator[dict[str, Any]]:
     def plan_with(limit: float, remat: RematChoice = "auto", *, may_move: bool = False) -> Plan | None:
         return _plan(step, limit, remat, may_move=may_move)
 
-    ends = [plan_with(1e15, remat) for remat in ("full", "none")]
+    ends = [plan_with(1e15, remat, may_move=True) for remat in ("offload", "none")]
     least, most = (plan.cost.peak_bytes[0] for plan in ends if plan is not None)
     for part in _PARTS:
         limit = least + part * (most - least)

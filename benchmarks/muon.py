@@ -62,11 +62,7 @@ def list_step(update: Update) -> Callable[..., Any]:
 
 
 def stacking(method: Any, n: int = 8) -> Any:
-<<<<<<< ours
     """The method with stacks for n devices, or with n = 0 one by one, which it otherwise chooses by time."""
-=======
-    """The method with a forced option, which it otherwise chooses by time: stacks for n devices; no stacks if n = 0."""
->>>>>>> theirs
     kind: Any = type(method)
 
     class Stacking(kind):

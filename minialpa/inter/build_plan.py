@@ -60,7 +60,7 @@ class StageTooLargeError(InfeasibleError):
         n_live: most micro-batches in flight in a chunk.
         free: the fastest shardings in unlimited memory; None if the options forbid all, or if `is_too_slow`.
         is_too_slow: whether the caller has a faster plan.
-        n_bytes: the least memory of a device that any shardings found need, with the reserve; inf if unknown.
+        n_bytes: of the smallest shardings found, with the reserve; inf if unknown.
         by_compute: whether the compute alone is too slow.
     """
 
@@ -530,6 +530,6 @@ def best_of(
 
 
 def preference(plan: Plan) -> float:
-    """Less is better: seconds of a step. Of plans with nearly equal seconds, fewer devices are better."""
+    """Less is better: seconds of a step, and if nearly equal, devices."""
     n_devices = sum(stage.n_devices for stage in plan.stages)
     return preferred_seconds(plan.cost.total_s, n_devices / plan.cluster.n_devices)

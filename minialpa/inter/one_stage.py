@@ -1,16 +1,11 @@
 """Plans without a pipeline: the whole step as one stage, on the user's submesh or on the best one.
 
-With `remat="auto"`, a plan that keeps all values is the answer if its fastest shardings fit in memory. If not, the
-fastest of these plans wins:
+With `remat="auto"`, if the fastest shardings with all values kept do not fit, the fastest of these plans wins:
 
     free       all values kept, and shardings that save memory by collectives
-    uniform    all layers except the last keep the results of products (`dots`), keep no value (`full`), move products
-               and the inputs of layers to the host (`offload`), or move the inputs alone (`offload_inputs`)
-    mixes      the fastest choices of single layers (`layers/choices.py`), the smallest ones first
-    last       if the fastest shardings never fit, the smallest choices with shardings that save memory
-
-Values of the first layers wait longest for the backward pass. The backward pass of the last layer follows at once, so
-rematerialisation saves no memory there.
+    uniform    one choice in all layers except the last, which needs its values at once
+    mixes      the fastest choices of single layers (`layers/choices.py`), the smallest first: first layers wait longest
+    last       if no choice fits, the smallest ones with shardings that save memory
 """
 
 from __future__ import annotations
@@ -41,12 +36,11 @@ from minialpa.intra.graph.constraints import shape_of_constraints
 from minialpa.options import AutoLayerOption, AutoStageOption, Remat, remats_of
 from minialpa.plan import Plan
 
-#: A plan that fits is the answer up to this multiple of a faster plan that does not fit. By choice: plans in between
-#: take longer to find than they save.
+#: A plan that fits is good up to this multiple of a faster plan that does not. By choice.
 _AS_FAST = 1.01
 #: Most mixes that are planned. By choice: memory is nearly a sum over layers.
 _MOST_MIXES = 3
-#: Choices that get slower shardings if no choice fits with its fastest ones.
+#: Choices that get slower shardings.
 _MOST_OTHER_SHARDINGS = 2
 _RECOMPUTING: tuple[Remat, ...] = ("dots", "full")
 _MOVING: tuple[Remat, ...] = ("offload", "offload_inputs")
@@ -55,7 +49,7 @@ _LAYERS = AutoLayerOption(remat="auto")
 
 
 def plan_on_submesh(context: PlanningContext) -> Plan:
-    """The step in one stage, on the submesh and logical shape of the options; by default on all devices."""
+    """By default on all devices."""
     cluster, options, user_mesh = context.cluster, context.options, context.logical_mesh
     submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
     shape = options.logical_shape
@@ -86,7 +80,7 @@ def default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:
 
 
 def plan_on_best_submesh(context: PlanningContext, auto: AutoStageOption) -> Plan:
-    """The step in one stage, on the fastest submesh and logical shape. Raises InfeasibleError if it does not fit."""
+    """On the fastest submesh. Raises InfeasibleError."""
     cluster = context.cluster
 
     def attempt(candidate: Candidate) -> Plan:
@@ -111,7 +105,6 @@ def plan_on_best_submesh(context: PlanningContext, auto: AutoStageOption) -> Pla
 
 
 def _plan_with_least_recomputation(context: PlanningContext, stage: DecidedStage) -> Plan:
-    """The plan that keeps all values or, if memory is short, a faster plan."""
     first = _attempt(context, context.whole, stage)
     if first.is_good:
         return first.plan_or_raise()
@@ -165,13 +158,13 @@ class _Attempt:
 
     @property
     def n_bytes(self) -> float:
-        """The least memory that an attempt without a plan needs, with any shardings that it found."""
+        """The least memory with any shardings found, if there is no plan."""
         of_free = self.free.n_bytes if self.free is not None else math.inf
         return min(of_free, self.failure.n_bytes if self.failure is not None else math.inf)
 
     @property
     def is_good(self) -> bool:
-        """Whether more rematerialisation cannot help: the plan is as fast as in unlimited memory, or impossible."""
+        """Whether other choices cannot help: the plan is as fast as in unlimited memory, or impossible."""
         if self.plan is None or self.free is None:
             return self.free is None
         return self.free.fits or self.plan.cost.total_s <= _AS_FAST * self.free.seconds
@@ -202,7 +195,7 @@ def _attempt(
 
 @dataclass(frozen=True, slots=True)
 class _LayerAttempts:
-    """Attempts to plan a single stage whose layers recompute values or move them to the host."""
+    """Attempts to plan a single stage."""
 
     context: PlanningContext
     cut: CutStep
@@ -210,7 +203,7 @@ class _LayerAttempts:
 
     @property
     def n_may_recompute(self) -> int:
-        """Number of layers that may recompute or move values: all except the last."""
+        """All layers except the last."""
         return self.cut.n_layers - 1
 
     def layered(self, choices: Sequence[Remat]) -> LayeredStep:
@@ -221,7 +214,7 @@ class _LayerAttempts:
         return dataclasses.replace(self.stage, layers=tuple(range(self.cut.n_layers)))
 
     def beside(self, first: _Attempt) -> Iterator[_Attempt]:
-        """Attempts that may beat `first`, which keeps all values."""
+        """`first` keeps all values."""
         device = self.stage.candidate.device or self.context.cluster.device
         may_move = device.host_bytes is not None
         alone = [first]
@@ -242,9 +235,9 @@ class _LayerAttempts:
             yield self._attempt((one.choice,) * self.n_may_recompute, saves_memory=True)
 
     def _mixes(self, alone: Sequence[_Attempt]) -> Iterator[_Attempt]:
-        """Attempts with several choices. alone: attempts with one choice for all layers.
+        """alone: attempts with one choice for all layers. Seconds and bytes are taken as sums over layers.
 
-        Seconds and bytes are taken to be sums over layers, and the error of a sum to be that of the mix before.
+        The error of a sum is taken from the mix before.
         """
         free = [one.free for one in alone if one.free is not None]
         n, kept = self.n_may_recompute, free[0]

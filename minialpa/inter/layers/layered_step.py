@@ -1,15 +1,7 @@
 """A step and its layers: a traced step and a `LayerOption` in, a step with layers, cut scans and rematerialisation out.
 
-A scan over layers is cut by:
-
-    find_stacks    finds the scans over layers and the arrays with a row for each layer           stacks.py
-    cut_scans      decides the rows of each block; the plan keeps them (`Plan.row_blocks`)        here
-    unstack        rewrites the step: a scan, argument and result for each block (`LeafPart`)     unstack.py
-    emit_program   numbers blocks as leaves, and records the rows of each                         Program.blocks
-    BlockedCalls   splits the arguments of each call into blocks, and joins the results           runner.py
-
-At first every row is a forward group with a layer. Neighbouring rows of the same layers then become one scan, unless
-layers may recompute values: a layer that keeps only the inputs of each row needs single rows.
+`stacks.py` finds scans over layers, `cut_scans` decides their blocks, `unstack.py` rewrites the step.
+Neighbouring rows of the same layers become one scan, unless layers may recompute values, which needs single rows.
 """
 
 from __future__ import annotations
@@ -57,7 +49,7 @@ class LayeredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutStep:
-    """A step after its scans are cut, without rematerialisation.
+    """A step after its scans are cut.
 
     Attributes:
         whole: the traced step.
@@ -90,7 +82,7 @@ def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
 
 
 def whole_scans(whole: LayeredStep, option: LayerOption) -> CutStep:
-    """The step with layers and uncut scans. Raises the errors of `assign_layers`."""
+    """Raises the errors of `assign_layers`."""
     return CutStep(whole=whole, step=whole.plain, of_group=assign_layers(whole.plain, option))
 
 
@@ -106,7 +98,7 @@ def cut_scans(whole: LayeredStep, option: LayerOption) -> CutStep | None:
 
 
 def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
-    """The same step with one layer for each chunk, and neighbouring rows of a chunk in one block."""
+    """One layer for each chunk, and neighbouring rows of a chunk in one block."""
     stacks = find_stacks(cut.whole.plain)
     chunk_of = {key: chunk_of_layer[layer] for key, layer in zip(cut.groups, cut.of_group, strict=True)}
     blocks = tuple(_joined_sizes(stacks, stack, sizes, chunk_of) for stack, sizes in enumerate(cut.row_blocks))
@@ -114,7 +106,6 @@ def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
 
 
 def _cut_as_planned(whole: LayeredStep, option: FixedLayerOption) -> CutStep:
-    """The step in the row blocks of a plan, which has a layer for each forward group of the cut step."""
     cut = with_row_blocks(whole.plain, option.row_blocks)
     return CutStep(
         whole=whole,
@@ -151,10 +142,9 @@ def _cut_into_blocks(
 
 
 def _layers_of_groups(groups: Sequence[GroupKey], stacks: Stacks, layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
-    """The layer of each group, including groups that `layer_of` lacks because its blocks were smaller.
+    """The layer of each group, also of groups that `layer_of` lacks because its blocks were smaller.
 
-    If a stack is whole, equations that prepare its weights are a separate group, which goes to the layer of the stack.
-    A constant with a copy in each block goes to the layer of the next group.
+    Equations that prepare the weights of a whole stack go to its layer, constants to the layer of the next group.
     """
     layers: list[int] = []
     following = max(layer_of.values())
@@ -170,7 +160,6 @@ def _layers_of_groups(groups: Sequence[GroupKey], stacks: Stacks, layer_of: Mapp
 def _joined_sizes(
     stacks: Stacks, stack: int, sizes: Sequence[int], layer_of: Mapping[GroupKey, int]
 ) -> tuple[int, ...]:
-    """Sizes of the blocks after neighbours whose scans are all in the same layers are joined."""
     groups = [group for group, its_stack in stacks.scan_groups.items() if its_stack == stack]
     starts = itertools.accumulate(sizes, initial=0)
     layers = [tuple(layer_of.get((group, start)) for group in groups) for start, _ in zip(starts, sizes, strict=False)]

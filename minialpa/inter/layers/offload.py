@@ -1,17 +1,11 @@
 """Values that wait for the backward pass in host memory: a step and a choice per layer in, the step with copies out.
 
-For each value that a layer moves:
+    forward    copy to the host after the maker; a barrier: the layer after next waits for it
+    backward   a barrier: waits for the backward pass of the next layer to start; copy back
 
-    forward   copy to the host, after its maker
-              barrier: the layer after next waits for the copies
-    backward  barrier: the copies back wait for the backward pass of the next layer to start
-              copy to the device, for all backward equations of the layer
-
-So copies run beside the work of a neighbouring layer. Without barriers, XLA's scheduler would copy to the host right
-before it copies back. If the neighbours may be in another program, the layer's own passes have both barriers.
-
-A layer moves `inputs`, values of other layers, and `products`, results of its own contractions: floats with a dimension
-of examples that no other backward pass, update or result reads.
+Without barriers, XLA would copy to the host right before it copies back. If neighbours may be in another program, both
+barriers are in the layer. A layer moves floats of examples that no other backward pass, update or result reads: results
+of its own contractions (products), and values of other layers (inputs).
 """
 
 from __future__ import annotations
@@ -40,7 +34,7 @@ _MOVES_PRODUCTS: Mapping[Remat, bool] = {"offload": True, "offload_inputs": Fals
 def with_choices(
     traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat], *, one_program: bool
 ) -> TracedStep:
-    """`traced`, with the rematerialisation and the moves of each layer. one_program: whether one program runs all."""
+    """one_program: whether one program runs all layers."""
     recomputing = rematerialise(traced, layer_of_group, remat)
     if _MOVES_PRODUCTS.keys().isdisjoint(remat):
         return recomputing
@@ -55,14 +49,12 @@ class _Moves:
         self.eqns = list(traced.flat.eqns)
         self.inserted: dict[int, list[Op]] = defaultdict(list)  # by the operation before which they run
         self.kinds = batch_kinds(traced, 1)
-        # Sums over examples of backward passes, before a barrier waits for them.
         self.gradients = gradient_sums(traced, self.kinds)
         self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.readers: dict[Var, list[int]] = defaultdict(list)
         for i, eqn in enumerate(self.eqns):
             for v in dict.fromkeys(operand_vars(eqn)):
                 self.readers[v].append(i)
-        # In the order of their backward passes.
         layers = [
             (number, layer) for number, layer in layers_of(traced, layer_of_group) if layer.backward and layer.forward
         ]
@@ -81,7 +73,7 @@ class _Moves:
         return replace(self.traced, flat=replace(self.traced.flat, ops=tuple(ops)))
 
     def _values(self, layer: Layer, *, products: bool) -> Iterator[tuple[Var, int]]:
-        """The values that a layer moves, each with the equation after which the copy to the host starts."""
+        """Each with the equation after which the copy starts."""
         forward, backward = set(layer.forward), set(layer.backward)
         for v in dict.fromkeys(v for i in layer.backward for v in operand_vars(self.eqns[i])):
             made = self.maker.get(v)
@@ -107,7 +99,7 @@ class _Moves:
         values = dict(self._values(layer, products=products))
         first = next((i for i in layer.backward if not values.keys().isdisjoint(operand_vars(self.eqns[i]))), 0)
         start = min(first, self._start(beside))
-        # Where a layer runs forward and backward several times, some values are made later.
+        # Later ones are of another forward pass of the layer.
         values = {v: after for v, after in values.items() if after < start}
         if not values:
             return
@@ -133,7 +125,7 @@ class _Moves:
             moves.append(move)
         self._insert(start, first, [*barrier, *moves])
         self._rename(layer.backward, fetched)
-        # XLA drops the operands of a barrier whose results have no reader.
+        # XLA drops operands of barriers without readers.
         self._rename([i for i in beside.backward if i >= start], {v: after_barrier[v] for v in required})
 
     def _start(self, layer: Layer) -> int:
@@ -149,7 +141,6 @@ class _Moves:
         return [v for i in layer.backward for v in self._operands(i) if self._is_cotangent(v, own, start)]
 
     def _is_cotangent(self, v: Var, own: set[int], start: int) -> bool:
-        """Whether another backward pass makes the value, before equation `start`."""
         made = self.maker.get(v, start)
         return made < start and made not in own and self.traced.origins[made].direction == "backward"
 
@@ -157,7 +148,7 @@ class _Moves:
         return operand_vars(self.traced.flat.eqns[i])
 
     def _after_forward_barrier(self, in_host: Mapping[Var, Var], end: int) -> dict[Var, Var]:
-        """The names of copies after a barrier for which later forward equations wait."""
+        """New names of the copies, for which forward equations from `end` wait."""
         later = [i for i in self.forward if i >= end]
         read = dict.fromkeys(v for i in later for v in operand_vars(self.eqns[i]) if self.maker.get(v, end) < end)
         carried = [v for v in read if isinstance(self.kinds.get(v), int) and is_inexact(v)]
@@ -170,7 +161,7 @@ class _Moves:
         return {v: names[copy] for v, copy in in_host.items()}
 
     def _insert(self, before: int, of: int, eqns: Sequence[JaxprEqn]) -> None:
-        """of: the equation whose place in the step the new ones have."""
+        """of: the equation with the origin of the new ones."""
         self.inserted[before] += [replace(self.traced.flat.ops[of], eqn=eqn) for eqn in eqns]
 
     def _rename(self, equations: Sequence[int], names: Mapping[Var, Var]) -> None:

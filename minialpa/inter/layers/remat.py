@@ -68,7 +68,7 @@ class _StepRewrite:
         self.inserted: dict[int, list[Op]] = {}  # by the operation before which they run
 
     def recompute(self, layer: Layer, recomputed: _Recomputed, readers: Sequence[int]) -> None:
-        """Insert copies of equations before the first of `readers`, the backward equations that read the copies."""
+        """readers: the backward equations that read the copies."""
         ended = [i for i in self.gradients if i < readers[0]]
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         required = dict.fromkeys([*cotangents_of(self.traced, layer, readers[0]), *gradients])
@@ -121,7 +121,7 @@ def _facts_of_values(traced: TracedStep) -> _Values:
 
 
 def gradient_sums(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
-    """See `_Values`. A transposed sum counts instead of the sum: compilers make only the transposed one."""
+    """A transposed sum counts instead of the sum: compilers make no other."""
     gradients: dict[int, list[Var]] = {}
     maker: dict[Var, int] = {}
     for i, (eqn, origin) in enumerate(zip(traced.flat.eqns, traced.origins, strict=True)):
@@ -139,9 +139,7 @@ def gradient_sums(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
 
 
 def _compared_with_extremes(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
-    """The operands of a maximum or minimum over the examples: its derivative compares them, as in
-    `_compared_with_copies`.
-    """
+    """The operands of a maximum or minimum over the examples; see `_compared_with_copies`."""
     extremes = (eqn for eqn in eqns if eqn.primitive.name in ("reduce_max", "reduce_min"))
     over_examples = (eqn for eqn in extremes if any(kinds.get(v) == AGGREGATE for v in eqn.outvars))
     return {operand for eqn in over_examples for operand in operand_vars(eqn)}
@@ -156,7 +154,7 @@ class Layer:
 
 
 def layers_of(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int, Layer]]:
-    """The equations of each layer, with its number. Each gradient of the step has separate layers."""
+    """Each gradient of the step has separate layers."""
     layers: dict[tuple[int, int], Layer] = {}
     for i, origin in enumerate(traced.origins):
         if origin.group is not None and origin.direction != "other":
@@ -166,10 +164,7 @@ def layers_of(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[i
 
 
 def _separate_passes(layer: Layer) -> list[Layer]:
-    """The forward passes of a layer that backward passes separate, each with all backward equations.
-
-    When the first backward pass reads its copies, the second forward pass has not run.
-    """
+    """The forward passes of a layer that backward passes separate, each with all backward equations."""
     passes: list[list[int]] = []
     n_before = -1
     for i in layer.forward:
@@ -183,10 +178,7 @@ def _separate_passes(layer: Layer) -> list[Layer]:
 
 @dataclass(frozen=True, slots=True)
 class _Recomputed:
-    """The forward equations that a layer recomputes.
-
-    kept: results of them that it keeps, such as the carry of a scan over layers.
-    """
+    """kept: results that a layer keeps, such as the carry of a scan over layers."""
 
     equations: Sequence[int]
     kept: AbstractSet[Var]
@@ -196,7 +188,6 @@ class _Recomputed:
 
 
 def _equations_to_recompute(traced: TracedStep, layer: Layer, choice: Remat, values: _Values) -> _Recomputed:
-    """Forward equations whose results are not kept and that the backward pass needs, directly or through others."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
     outputs = {output for output in traced.flat.outvars if not is_literal(output)}
@@ -218,7 +209,6 @@ def _equations_to_recompute(traced: TracedStep, layer: Layer, choice: Remat, val
 
 
 def _needed_equations(eqns: Sequence[JaxprEqn], layer: Layer, choice: Remat, kept: set[Var]) -> _Recomputed:
-    """The equations to copy if a layer keeps `kept`."""
     needed = {operand for i in layer.backward for operand in operand_vars(eqns[i])}
     recomputed: list[int] = []
     for i in reversed(layer.forward):
@@ -231,11 +221,7 @@ def _needed_equations(eqns: Sequence[JaxprEqn], layer: Layer, choice: Remat, kep
 
 
 def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: Layer, recomputed: _Recomputed) -> set[Var]:
-    """Values that are compared with copies.
-
-    The derivative of a maximum looks for the operand that is equal to the maximum, and copies may differ in the last
-    bit. So both are copies or neither is.
-    """
+    """Values that are compared with copies, which may differ in the last bit: both are copies or neither is."""
     copied = recomputed.copied(eqns)
     compared: set[Var] = set()
     for i in (*recomputed.equations, *layer.backward):
@@ -249,7 +235,6 @@ def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: Layer, recomputed: _R
 
 
 def cotangents_of(traced: TracedStep, layer: Layer, first: int) -> list[Var]:
-    """Values of other backward passes that the backward pass of `layer` reads, if made before equation `first`."""
     own = set(layer.backward)
     computed = {
         result
@@ -280,9 +265,7 @@ def _weights_read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) 
 def _copies(
     eqns: Sequence[JaxprEqn], copied: AbstractSet[Var], required: Sequence[Var], in_front: AbstractSet[Var]
 ) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
-    """A barrier, then copies of `eqns`, as pairs (equation, place in `eqns`), and the new names of `copied`.
-
-    The barrier counts as part of equation 0.
+    """A barrier, as part of equation 0, and copies of `eqns`: pairs (equation, place in `eqns`), new names of `copied`.
 
     copied: the results whose copies readers get.
     required: values for which the barrier waits, so the copies run when the backward pass needs them.
@@ -302,7 +285,7 @@ def _copies(
 
 
 def barrier_of(values: Sequence[Var]) -> tuple[list[JaxprEqn], dict[Var, Var]]:
-    """An `optimization_barrier` and the new names of the values. Barriers take no arrays of extended dtypes."""
+    """A barrier and the new names of the values; it takes no extended dtypes."""
     arrays = [value for value in values if not is_extended(aval_of(value).dtype)]
     if not arrays:
         return [], {}

@@ -2,8 +2,8 @@
 
     seconds of a task = compute + exposed collectives + max(0, hidable collectives - overlap * compute) + exposed copies
 
-Copies between the memories of device and host run beside compute, one after the other in each direction. A copy to the
-device is exposed until its first reader, a copy to the host until a barrier waits for it or the task ends.
+Copies between device and host memory run beside compute, one after the other in each direction. They are exposed while
+a reader, a barrier or the end of the task waits.
 
 Collectives that start as one take one alpha. A loop that communicates counts separately.
 """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import pytest
 
 import minialpa
 from minialpa import AutoLayerOption, AutoShardingOption, ClusterSpec, PipeshardParallel, ShardParallel
+from minialpa.errors import InfeasibleError
 from minialpa.inter.layers.choices import LayerCost, fastest_choices
 from minialpa.methods import Method
 from minialpa.options import Remat
@@ -129,9 +132,39 @@ def test_choices_are_the_fastest_within_the_limit(seed: int) -> None:
 H100 = ClusterSpec.preset("h100", devices_per_host=1)
 
 
+def with_host(n_bytes: float | None) -> ClusterSpec:
+    return replace(H100, device=replace(H100.device, host_bytes=n_bytes))
+
+
 def planned(limit_bytes: float | None, cluster: ClusterSpec = H100, remat: Any = "auto") -> minialpa.Plan:
-    weights, x = jax.eval_shape(lambda: arguments(64, 64))
-    large = jax.tree.map(lambda a: jax.ShapeDtypeStruct([64 * n for n in a.shape], jnp.bfloat16), (weights, x))
+    width, rows = 4096, 32768
+    weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((width, 4 * width), (4 * width, width)))
+    large = [tuple(weight)] * 2 * N_LAYERS, jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
     option = AutoShardingOption(memory_limit_bytes=limit_bytes)
     method = ShardParallel(remat=remat, auto_sharding_option=option)
     return minialpa.plan(step, large, cluster=cluster, method=method, batch_argnums=(1,))
+
+
+def test_short_memory_moves_values_to_the_host_where_it_is_known() -> None:
+    full, moving = planned(None, remat="full"), planned(None, remat="offload_inputs")
+    assert moving.cost.peak_bytes[0] < full.cost.peak_bytes[0]
+
+    limit = 1.1 * moving.cost.peak_bytes[0]
+    chosen = planned(limit)
+    assert "offload_inputs" in chosen.remat and chosen.stages[0].host_bytes > 0
+    assert "offload_inputs" in chosen.summary()
+    with pytest.raises(InfeasibleError, match="`full` for"):
+        planned(limit, with_host(None))
+
+
+def test_more_host_bytes_than_a_host_has_are_refused() -> None:
+    with pytest.raises(InfeasibleError, match="`host_bytes` of the device is 1 MB"):
+        planned(None, with_host(1e6), remat="offload")
+
+
+def test_cluster_files_without_host_memory_load() -> None:
+    text = H100.to_json()
+    assert ClusterSpec.from_json(text) == H100
+    data = json.loads(text)
+    del data["device"]["host_bytes"]
+    assert ClusterSpec.from_json(json.dumps(data)).device.host_bytes is None

@@ -6,11 +6,9 @@ collectives of activations, and gathers of weights start a product early:
 
     ... , gradient of a weight, start, done, ...    ->    ... , start, gradient of a weight, done, ...
 
-Of the kernels that could run, it takes the one with most collectives on a path to it, then the one that lets most
-others run, then the last of the original order.
+Of the kernels that could run, it takes one with most collectives on a path to it, then with most that wait for it.
 
-Here, work takes as long as a collective if it moves as many bytes. One collective runs at a time; its operands and
-results are in memory from its start to its end.
+Here, work takes as long as a collective if it moves as many bytes. One collective runs at a time.
 """
 
 from __future__ import annotations
@@ -44,9 +42,8 @@ def with_host_copies(
 ) -> list[Kernel]:
     """The kernels, in the order in which XLA runs them beside copies from host memory (`fetched`) and to it (`stored`).
 
-    A copy starts once its operands exist; to the device, before all kernels that it does not wait for. It ends when a
-    kernel reads it; to the host, if no kernel does, when the next kernel in `work` ends. Until then, both arrays are in
-    memory.
+    Copies start once their operands exist; to the device, before all kernels without which they can. They end at the
+    first reader; to the host, without readers, after the next kernel in `work`.
     """
     kernels = _after_copies_to_device(kernels, fetched)
     read_at = {v: i for i, kernel in reversed(list(enumerate(kernels))) for v in kernel.reads}
