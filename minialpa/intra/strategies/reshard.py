@@ -2,7 +2,8 @@
 
 A step is an operation on shards: cut a dimension or zero all copies but one (`mask`), both free; all-gather,
 all-reduce, reduce-scatter, all-to-all. Example: S0,R to R,S0 is one all-to-all, R,R+P0 to S0,R one reduce-scatter.
-An array has dozens of specs, on three mesh axes hundreds: all shortest paths are one table (Floyd-Warshall). Prices and programs use the same steps.
+An array has dozens of specs, on three mesh axes hundreds: all shortest paths are one table (Floyd-Warshall). Prices
+and programs use the same steps.
 """
 
 from __future__ import annotations
