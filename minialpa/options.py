@@ -66,9 +66,8 @@ class AutoShardingOption:
         attention: which attentions become one operation, whose memory is linear in the number of positions: "fused" all
             recognised ones, "auto" those with more than 128 * 128 scores per head, "written" leaves the step unchanged.
             Equal for all stages.
-        expert_skew: rows of the busiest experts over the mean, for devices that share experts; at least 1. Devices have
-            memory, and send arrays, for this many times their mean number of rows. More rows take more time. Equal for
-            all stages.
+        expert_skew: at least 1. Devices that share experts have memory, and send arrays, for this many times their mean
+            number of rows; more rows take more time. The default option of the method counts.
     """
 
     enable_auto_sharding: bool = True

@@ -65,7 +65,7 @@ def _product(devices: OwnerDevices, lhs: Any, rhs: Any, *bounds: Any, **params: 
         return out + made.reshape(out.shape)
 
     (out,) = product(lhs, rhs, *bounds[:3], **params)
-    return _with_foreign_slots(devices, add_part, out, lhs, rhs, *bounds[2:])
+    return _with_foreign_slots(devices, add_part, bounds[0].shape[-1], out, lhs, rhs, *bounds[2:])
 
 
 def _sum(devices: OwnerDevices, lhs: Any, rhs: Any, *bounds: Any, dtype: str, **params: Any) -> list[Any]:
@@ -76,18 +76,25 @@ def _sum(devices: OwnerDevices, lhs: Any, rhs: Any, *bounds: Any, dtype: str, **
         return (out + devices.summed(made.reshape(out.shape), device)).astype(dtype)
 
     (out,) = sum_of_products(lhs, rhs, *bounds[:3], dtype=dtype, **params)
-    return _with_foreign_slots(devices, add_part, out, lhs, rhs, *bounds[2:])
+    return _with_foreign_slots(devices, add_part, bounds[0].shape[-1], out, lhs, rhs, *bounds[2:])
 
 
 def _with_foreign_slots(
-    devices: OwnerDevices, add_part: Callable[..., Any], out: Any, lhs: Any, rhs: Any, positions: Any, *bounds: Any
+    devices: OwnerDevices,
+    add_part: Callable[..., Any],
+    n_each: int,
+    out: Any,
+    lhs: Any,
+    rhs: Any,
+    positions: Any,
+    *bounds: Any,
 ) -> list[Any]:
-    """`out` after `add_part` for the matrices of each device. bounds: of foreign slots of all owners."""
+    """`out` after `add_part` for the matrices of each device, `n_each` of an owner. bounds: of all foreign slots."""
 
     def add_all(out: Any, lhs: Any, rhs: Any) -> Any:
         n_owners = lhs.shape[0]
         here = [lax.dynamic_slice_in_dim(one, devices.number * n_owners, n_owners, 0) for one in bounds]
-        n_groups = here[0].shape[-1] // devices.n
+        n_groups = n_owners * n_each
 
         def body(device: Any, out: Any) -> Any:
             part = [_joined(lax.dynamic_slice_in_dim(one, device * n_groups, n_groups, 2)) for one in here]

@@ -50,10 +50,7 @@ def has_grouped_products(step: TracedStep) -> bool:
 
 
 def with_rows_in_slots(step: TracedStep, n_devices: int, skew: float) -> TracedStep:
-    """The same step if no rows are sorted by expert, or devices cannot share them.
-
-    skew: slots over rows; at least 1.
-    """
+    """The same step if devices cannot share its rows. skew: slots over rows."""
     if n_devices == 1 or not has_grouped_products(step):
         return step
     writer = _Writer(step, n_devices, skew)
@@ -63,7 +60,17 @@ def with_rows_in_slots(step: TracedStep, n_devices: int, skew: float) -> TracedS
     ops = tuple(itertools.compress(flat.ops, is_live))
     # Products that remain as written would be computed twice.
     remaining = {op.eqn for op in ops} & {eqn for eqn in step.flat.eqns if eqn in writer.products}
-    return step if remaining or not writer.products else replace(step, flat=replace(flat, ops=ops))
+    if remaining or not writer.products:
+        return step
+    # The numbers of groups must have no gaps.
+    numbers = {
+        group: i for i, group in enumerate(sorted({op.origin.group for op in ops if op.origin.group is not None}))
+    }
+    ops = tuple(
+        replace(op, origin=replace(op.origin, group=numbers[op.origin.group])) if op.origin.group is not None else op
+        for op in ops
+    )
+    return replace(step, flat=replace(flat, ops=ops))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

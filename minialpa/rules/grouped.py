@@ -40,8 +40,8 @@ def _factors(eqn: JaxprEqn, *, is_sum: bool) -> Factors:
     table, of_foreign = FactorTable(), [shape_of(atom) for atom in eqn.invars[5:6]]
     b = table.dim(lhs[0])
     x = table.dim(lhs[1], reduction="sum" if is_sum else None)
-    m = table.dim(lhs[2], blocked=bool(of_foreign), reduction="sum" if is_sum else None)
-    g = table.dim(bounds[2], blocked=bool(of_foreign), reduction=None if is_sum else "sum")
+    m = table.dim(lhs[2], blocked=bool(of_foreign), reduction="sum" if is_sum and not of_foreign else None)
+    g = table.dim(bounds[2], blocked=bool(of_foreign), reduction=None if is_sum or of_foreign else "sum")
     k = table.dim(lhs[3], reduction=None if is_sum else "sum")
     n = table.dim(rhs[3] if is_sum else rhs[5 - eqn.params["summed"]])
 
