@@ -31,7 +31,7 @@ from minialpa.sharding import EquationSpecs, Spec
 
 T = TypeVar("T")
 
-VERSION = 11
+VERSION = 12
 #: Most characters of a plan's text. Parsed JSON may take 25 times its length in memory.
 MOST_CHARACTERS = 16 * 2**20
 
