@@ -84,8 +84,8 @@ def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
         ('{"version":11}', "expected `plan` and `version`"),
         ('{"version":11,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
         ('{"version":11,"plan":{}}', "`plan.fingerprint` is missing"),
-        ('{"version":true,"plan":{}}', "has version True, but this minialpa reads version 11"),
-        ('{"version":2,"plan":{}}', "has version 2, but this minialpa reads version 11. Make a new plan"),
+        ('{"version":true,"plan":{}}', "has version True, but this minialpa reads version 12"),
+        ('{"version":2,"plan":{}}', "has version 2, but this minialpa reads version 12. Make a new plan"),
         ('{"version":11,"version":7,"plan":{}}', "Not a plan: a JSON object has the field `version` twice"),
         # With an id of its own: pytest would send the text from process to process, in the name of the test.
         pytest.param(
