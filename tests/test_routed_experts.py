@@ -16,6 +16,7 @@ from jax import lax
 
 import minialpa
 from minialpa import AutoShardingOption, ClusterSpec, DataParallel, ShardParallel
+from minialpa.routing import tables
 from minialpa.routing.rows import with_rows_in_slots
 from minialpa.routing.slots import SlotShape, slots_of
 from minialpa.tracing.evaluation import eval_flat
@@ -140,6 +141,20 @@ def test_rows_sorted_by_expert_are_found(layer: Layer) -> None:
 @pytest.mark.parametrize("layer", [_wrong_sizes, _by_place])
 def test_rows_that_depend_on_their_place_stay_as_written(layer: Layer) -> None:
     assert not _rewritten(layer)[0]
+
+
+def _last_row_differs(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+    index = jnp.where(order == len(order) - 1, 0, order // TOP_K)
+    out = _experts(p, x[index], sizes)[jnp.argsort(order)]
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, WIDTH), weights)
+
+
+@pytest.mark.parametrize("most_values", [50, 1 << 18])
+def test_indices_of_many_rows_are_compared_part_by_part(most_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_VALUES", most_values)
+    assert _rewritten(_plain)[0] and not _rewritten(_last_row_differs)[0]
 
 
 def _rewritten(layer: Layer) -> tuple[bool, Counter[str]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +113,7 @@ class _Writer:
         self.rows: dict[Atom, _RowsInSlots] = {}
         #: By number of an order or inverse: its route, and "order" or "inverse".
         self.places: dict[int, tuple[_Route, str]] = {}
+        self.proofs: dict[Hashable, bool] = {}
         #: Of functions of the order, or its inverse.
         self.tables: dict[_Route, Tables] = {}
         #: By array of rows, the operand of products.
@@ -146,11 +147,14 @@ class _Writer:
             return self._grouped(eqn)
         return self._row_by_row(eqn)
 
+    def _tables(self, bases: Callable[[Var], str | None], n: int) -> Tables:
+        return Tables(self.producers, bases, n, proofs=self.proofs)
+
     # ---- orders ------------------------------------------------------------------------------------------------------
 
     def _n_tokens(self, place: int, n: int) -> int:
         """The common divisor of the arrays that are indexed by an order of n rows. place: the number of the order."""
-        tables = Tables(self.producers, lambda var: "order" if self.values.of[var] == place else None, n)
+        tables = self._tables(lambda var: "order" if self.values.of[var] == place else None, n)
         found = n
         for eqn in self.lookups:
             size, index = shape_of(eqn.invars[0])[0], eqn.invars[1]
@@ -208,7 +212,7 @@ class _Writer:
 
         eqns, atoms = self._equations(eqn, compute, ("slots", shape), eqn.invars[0])
         route = _Route(keys, shape, Slots(*atoms))
-        self.tables[route] = Tables(self.producers, functools.partial(self._base, route), route.n_rows)
+        self.tables[route] = self._tables(functools.partial(self._base, route), route.n_rows)
         self.places[places] = route, "order"
         return eqns
 
@@ -227,8 +231,7 @@ class _Writer:
     def _route_of(self, index: Atom, base: str) -> _Route | None:
         """Whose order, or inverse, the index is a function of."""
         for route, name in self.places.values():
-            found = self.tables[route].read(index) if name == base else None
-            if found is not None and found[0] == base and found[1].size == route.n_rows:
+            if name == base and self.tables[route].base_of(index) == base:
                 return route
         return None
 
@@ -267,7 +270,7 @@ class _Writer:
         dtype = aval_of(sizes).dtype
         if bound > n_groups or dtype.kind != "i" or np.iinfo(dtype).max < n:
             return False
-        tables = Tables(self.producers, lambda var: "ids" if self.values.of[var] == ids else None, bound)
+        tables = self._tables(lambda var: "ids" if self.values.of[var] == ids else None, bound)
         if (made := self._maker_of(sizes, "reduce_sum")) is not None:
             found = tables.read(made.invars[0])
             is_matrix = made.params["axes"] == (0,) and len(shape_of(made.invars[0])) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
+from minialpa.tracing.fingerprint import program_key
 
 Array = np.ndarray[Any, Any]
 
@@ -45,14 +46,30 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 
+#: Most values of a table. Functions of more elements are compared part by part.
+MOST_VALUES = 1 << 18
+
+
 class Tables:
     """Attributes:
-    bases: by variable, the name of its elements; `n` elements 0, 1, ..., n - 1 each.
+    bases: by variable, the name of its elements: 0, 1, ..., n - 1.
+    first, size: of the elements in these tables, by default the first ones.
+    proofs: by text of a function, number of elements and divisor, the results of `is_quotient`.
     """
 
-    def __init__(self, producers: Mapping[Atom, JaxprEqn], bases: Callable[[Var], str | None], n: int) -> None:
+    def __init__(
+        self,
+        producers: Mapping[Atom, JaxprEqn],
+        bases: Callable[[Var], str | None],
+        n: int,
+        *,
+        first: int = 0,
+        proofs: dict[Hashable, bool] | None = None,
+    ) -> None:
         self.producers, self.bases, self.n = producers, bases, n
+        self.first, self.size = first, min(MOST_VALUES, n - first)
         self._known: dict[Atom, tuple[str | None, Array] | None] = {}
+        self._proofs = {} if proofs is None else proofs
 
     def read(self, atom: Atom) -> tuple[str | None, Array] | None:
         """Name of the base, and values; dimensions of equal elements have length 1. None if unknown."""
@@ -63,7 +80,7 @@ class Tables:
             base = self.bases(atom)
             dtype = getattr(aval_of(atom), "dtype", None)
             if base is not None:
-                self._known[atom] = base, np.arange(self.n, dtype=dtype)
+                self._known[atom] = base, np.arange(self.first, self.first + self.size, dtype=dtype)
             elif atom not in self.producers or np.dtype(dtype).kind not in "bi":
                 self._known[atom] = None
             else:
@@ -77,16 +94,52 @@ class Tables:
 
     def is_quotient(self, atom: Atom, base: str, divisor: int) -> bool:
         """Whether it is base // divisor, in an array [n] or [n 1]."""
-        found = self.read(atom)
-        if found is None or found[0] != base or found[1].size != self.n:
+        if self.base_of(atom) != base:
             return False
-        return bool(np.array_equal(found[1].reshape(-1), np.arange(self.n) // divisor))
+        key = self._text(atom), self.n, divisor
+        if key not in self._proofs:
+            parts = (
+                self if first == 0 else Tables(self.producers, self.bases, self.n, first=first)
+                for first in range(0, self.n, MOST_VALUES)
+            )
+            self._proofs[key] = all(part._has_quotients(atom, base, divisor) for part in parts)
+        return self._proofs[key]
+
+    def base_of(self, atom: Atom) -> str | None:
+        """The name of the elements of which an array [n] or [n 1] is a function; None for other arrays."""
+        found = self.read(atom)
+        return found[0] if found is not None and found[1].size == self.size else None
+
+    def _has_quotients(self, atom: Atom, base: str, divisor: int) -> bool:
+        found = self.read(atom)
+        values = np.arange(self.first, self.first + self.size) // divisor
+        return found is not None and self.base_of(atom) == base and np.array_equal(found[1].reshape(-1), values)
+
+    def _text(self, atom: Atom) -> Hashable:
+        """Equal for equal functions."""
+        eqns: dict[JaxprEqn, None] = {}
+        inputs: dict[Atom, None] = {}
+
+        def add(atom: Atom) -> None:
+            if is_literal(atom) or atom in inputs:
+                return
+            if self.bases(atom) is not None:
+                inputs[atom] = None
+            elif (eqn := self.producers[atom]) not in eqns:
+                for operand in eqn.invars:
+                    add(operand)
+                eqns[eqn] = None
+
+        add(atom)
+        return program_key(tuple(inputs), tuple(eqns), (atom,))
 
     def _computed(self, eqn: JaxprEqn) -> tuple[str | None, Array] | None:
         name, params = eqn.primitive.name, eqn.params
         if name == "iota":
             shape = [size if d == params["dimension"] else 1 for d, size in enumerate(params["shape"])]
-            return None, np.arange(max(shape), dtype=params["dtype"]).reshape(shape)
+            numbers = np.arange(max(shape), dtype=params["dtype"]).reshape(shape)
+            # In a part of the base, the elements would not be beside each other.
+            return (None, numbers) if self.size == self.n or numbers.size == 1 else None
 
         operands = [self.read(atom) for atom in eqn.invars]
         if not operands or None in operands:
