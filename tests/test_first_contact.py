@@ -311,7 +311,7 @@ def test_each_field_of_options_is_checked_when_they_are_made(kind: Any) -> None:
         (lambda: ShardParallel(devices=4), r"got 4\. Write `jax\.devices\(\)\[:4\]`\."),  # type: ignore[arg-type]
         (lambda: ShardParallel(devices="h100"), r'Write `ClusterSpec\.preset\("h100"\)`\.'),
         (lambda: ShardParallel(devices=jax.devices()[:1] * 2), "more than once"),
-        (lambda: ShardParallel(logical_shape=(2, 2, 2)), r"a tuple of 1 to 2 integers >= 1 or None; got \(2, 2, 2\)"),
+        (lambda: ShardParallel(logical_shape=(2,) * 4), r"a tuple of 1 to 3 integers >= 1 or None; got \(2, 2, 2, 2\)"),
         (
             lambda: DataParallel(auto_sharding_option=AutoShardingOption(allow_replicated_parameters=False)),
             "`DataParallel` replicates parameters, which contradicts `allow_replicated_parameters=False`",

@@ -273,14 +273,14 @@ def test_planning_effort_is_for_the_shardings_of_all_stages(effort: Any) -> None
         (lambda: AutoStageOption([4]), r"`submesh_physical_shape_space` must be .*; got \[4\]"),
         (lambda: AutoStageOption(planned_steps=math.nan), "`planned_steps` must be a number >= 0 or None; got nan"),
         (lambda: AutoShardingOption(fixed_specs={"x": ("x",)}), "`fixed_specs` must be a mapping from strings"),
-        (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=2), "`force_batch_dim_to_mesh_dim` must be 0, 1"),
+        (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=3), "`force_batch_dim_to_mesh_dim` must be 0, 1, 2"),
         (lambda: AutoShardingOption(memory_limit_bytes=0), "`memory_limit_bytes` must be a number > 0 or None; got 0"),
         (lambda: AutoShardingOption(enable_auto_sharding=False, prefer_reduce_scatter=True), "`prefer_reduce_scatter`"),
         (
             lambda: AutoShardingOption(force_data_parallel=True, allow_replicated_parameters=False),
             "replicates parameters, which contradicts `allow_replicated_parameters=False`. Remove one",
         ),
-        (lambda: AutoLayerOption(remat="half"), "`remat` must be 'none', 'dots', 'full', 'auto', True, or False; got"),
+        (lambda: AutoLayerOption(remat="half"), "`remat` must be 'none', 'dots', 'full', 'offload', .*'auto', True, or False; got"),
         (lambda: ManualStageOption([0, 1], [(1, 4)], [(4,)]), "`forward_stage_layer_ids` must be a tuple of tuples"),
         (
             lambda: ManualStageOption([[0], [1]], [(1, 4)], [(4,)], [{}]),

@@ -184,7 +184,7 @@ def test_variants_that_change_the_step_are_candidates(mlp: TracedStep) -> None:
     solver = StageSolver(compiler_of(CPUS))
     for step, n, casts in ((mlp, 4, False), (narrow, 1, False), (narrow, 4, True)):
         options = ShardParallel(num_micro_batches=n).options()
-        assert by_name._open_variants(asking(step, CPUS, options, solver, math.inf), n) == (False, casts)
+        assert by_name._open_variants(asking(step, CPUS, options, solver, math.inf), n) == (False, casts, False)
 
 
 def asking(

@@ -81,12 +81,12 @@ def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
     [
         *((text, "Not a plan") for text in ("", "garbage", "[]", "{}")),
         pytest.param("[" * 100_000, "Not a plan", id="too deep"),
-        ('{"version":11}', "expected `plan` and `version`"),
-        ('{"version":11,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
-        ('{"version":11,"plan":{}}', "`plan.fingerprint` is missing"),
+        ('{"version":12}', "expected `plan` and `version`"),
+        ('{"version":12,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
+        ('{"version":12,"plan":{}}', "`plan.fingerprint` is missing"),
         ('{"version":true,"plan":{}}', "has version True, but this minialpa reads version 12"),
         ('{"version":2,"plan":{}}', "has version 2, but this minialpa reads version 12. Make a new plan"),
-        ('{"version":11,"version":7,"plan":{}}', "Not a plan: a JSON object has the field `version` twice"),
+        ('{"version":12,"version":7,"plan":{}}', "Not a plan: a JSON object has the field `version` twice"),
         # With an id of its own: pytest would send the text from process to process, in the name of the test.
         pytest.param(
             " " * (MOST_CHARACTERS + 1), f"the file has more than {MOST_CHARACTERS:,} characters", id="too long"
