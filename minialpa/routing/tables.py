@@ -137,9 +137,10 @@ class Tables:
         name, params = eqn.primitive.name, eqn.params
         if name == "iota":
             shape = [size if d == params["dimension"] else 1 for d, size in enumerate(params["shape"])]
-            numbers = np.arange(max(shape), dtype=params["dtype"]).reshape(shape)
-            # In a part of the base, the elements would not be beside each other.
-            return (None, numbers) if self.size == self.n or numbers.size == 1 else None
+            # Beside a part of the base, other elements would be in the same places.
+            if max(shape) > (MOST_VALUES if self.size == self.n else 1):
+                return None
+            return None, np.arange(max(shape), dtype=params["dtype"]).reshape(shape)
 
         operands = [self.read(atom) for atom in eqn.invars]
         if not operands or None in operands:
