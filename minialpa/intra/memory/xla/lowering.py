@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from minialpa.intra.memory.xla.layouts import add_convolution, add_product, product_operands
 from minialpa.intra.memory.xla.operations import Recorder
 from minialpa.intra.strategies.reshard import ReshardStep
-from minialpa.ir.equations import Atom, is_in_host, is_literal, moves_memory, shape_of
+from minialpa.ir.equations import Atom, is_in_host, is_literal, moves_memory, scan_counts, shape_of
 
 
 def _names(text: str) -> frozenset[str]:
@@ -89,7 +89,7 @@ def _carries(eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> tupl
     """See `Operation.carries`."""
     params = eqn.params
     if eqn.primitive.name == "scan":
-        first, n = params["num_consts"], params["num_carry"]
+        first, n = scan_counts(eqn)
     elif eqn.primitive.name == "while":
         first, n = params["cond_nconsts"] + params["body_nconsts"], len(writes)
     else:
