@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -105,8 +105,17 @@ def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Seq
 
 def program_key(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> Hashable:
     """Equal for programs that are equal up to the names of variables, in one process."""
-    opaque = [id(value) for eqn in eqns for value in _opaque_values(dict(eqn.params))]
+    opaque = [_name_of(value) for eqn in eqns for value in _opaque_values(dict(eqn.params))]
     return "\n".join(_program_lines(inputs, eqns, outputs)), tuple(opaque)
+
+
+def _name_of(value: Any) -> Hashable:
+    """The value if it can be compared, as the trees of newer jax, else its identity."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return cast(Hashable, value)
 
 
 def _opaque_values(param: Any) -> Iterator[Any]:
