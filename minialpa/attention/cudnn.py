@@ -153,15 +153,19 @@ def takes(query: Any, key: Any, value: Any, kind: AttentionKind) -> bool:
     """
     if not query.dtype == key.dtype == value.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
         return False
-    if kind.float16 or kind.n_segments or kind.n_biases or kind.n_masks or not kind.scale > 0:
+    if not _has_formula(kind):
         return False
-    if kind.has_window and (kind.right != 0 or (kind.left is not None and kind.left < 0)):
-        return False
-
     head = query.shape[-1]
     has_kernel_head: bool = head == value.shape[-1] and head % 8 == 0 and 0 < head <= LARGEST_HEAD
     fewest: int = min(query.shape[1], key.shape[1])
     return has_kernel_head and fewest >= FEWEST and min(query.shape) > 0
+
+
+def _has_formula(kind: AttentionKind) -> bool:
+    """Whether the kernels have the masks and the scale of this kind."""
+    if kind.float16 or kind.n_segments or kind.n_biases or kind.n_masks or not kind.scale > 0:
+        return False
+    return not kind.has_window or (kind.right == 0 and (kind.left is None or kind.left >= 0))
 
 
 def _with_kernel(
@@ -171,14 +175,12 @@ def _with_kernel(
     kind: AttentionKind,
     skip: Callable[[], Results] | None = None,
 ) -> Results:
-    """`_choose`, or `_choose_part` with `skip`; without cuDNN, or on GPUs before Ampere, `plain()`."""
+    """`_choose`; without cuDNN, or on GPUs before Ampere, `plain()`."""
     with jax.named_scope(KERNEL_SCOPE):
         # Devices come last: without cuDNN, the process need not start its backend.
         if (cudnn_version() or 0) < OLDEST or _has_old_gpu():
             return plain()
-        if skip is not None:
-            return _choose_part(run, plain, skip, positions, kind)
-        return _choose(run, plain, positions, kind)
+        return _choose(run, plain, skip, positions, kind)
 
 
 def _has_old_gpu() -> bool:
@@ -190,57 +192,34 @@ def _has_old_gpu() -> bool:
 def _choose(
     run: Callable[[CudnnAttention], Results],
     plain: Callable[[], Results],
+    skip: Callable[[], Results] | None,
     positions: Sequence[jax.Array],
     kind: AttentionKind,
 ) -> Results:
-    """`run` uses cuDNN, if the positions allow it."""
+    """`run` uses cuDNN, if the positions allow it. `skip()` if they hide all keys; None to compute these, too."""
     everything = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=False, window=None))
     if not kind.has_window:
         return everything()
 
     # A part of an attention may show all keys to all queries.
     queries, keys = positions
-    sees_all = keys.max() <= queries.min()
+    sees_all, sees_none = keys.max() <= queries.min(), keys.min() > queries.max()
     if kind.left is not None:
         sees_all &= keys.min() - queries.max() >= -kind.left
+        sees_none |= keys.max() - queries.min() < -kind.left
+
+    choose = functools.partial(_run_either, sees_all, everything, plain)
+    if skip is not None:
+        choose = functools.partial(_run_either, sees_none, skip, choose)
     if len(queries) != len(keys):
-        return _run_either(sees_all, everything, plain)
+        return choose()
 
     # cuDNN counts queries and keys from 0, so only their differences matter.
     steps = lax.iota(np.int32, len(queries))
     is_diagonal = ((queries == queries[0] + steps) & (keys == queries[0] + steps)).all()
     window = None if kind.left is None else kind.left + 1
     diagonal = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=True, window=window))
-    return _run_either(is_diagonal, diagonal, lambda: _run_either(sees_all, everything, plain))
-
-
-def _choose_part(
-    run: Callable[[CudnnAttention], Results],
-    plain: Callable[[], Results],
-    skip: Callable[[], Results],
-    positions: Sequence[jax.Array],
-    kind: AttentionKind,
-) -> Results:
-    """`skip()` if the window hides all keys."""
-    everything = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=False, window=None))
-    if not kind.has_window:
-        return everything()
-
-    queries, keys = positions
-    sees_all, sees_none = keys.max() <= queries.min(), keys.min() > queries.max()
-    if kind.left is not None:
-        sees_all &= keys.min() - queries.max() >= -kind.left
-        sees_none |= keys.max() - queries.min() < -kind.left
-    branches: list[Callable[[], Results]] = [plain, skip, everything]
-    number = jnp.where(sees_none, 1, jnp.where(sees_all, 2, 0))
-    if len(queries) == len(keys):
-        steps = lax.iota(np.int32, len(queries))
-        window = None if kind.left is None else kind.left + 1
-        branches.append(functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=True, window=window)))
-        is_diagonal = ((queries == queries[0] + steps) & (keys == queries[0] + steps)).all()
-        number = jnp.where(is_diagonal, 3, number)
-    results: Results = lax.switch(number, branches)
-    return results
+    return _run_either(is_diagonal, diagonal, choose)
 
 
 def _unless_masked_weigh(

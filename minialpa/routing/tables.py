@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
+from minialpa.rules.known_integers import FUNCTIONS
 from minialpa.tracing.fingerprint import program_key
 
 Array = np.ndarray[Any, Any]
 
-
-def _quotient(a: Array, b: Array) -> Array:
-    a, b = a.astype(np.int64), b.astype(np.int64)
-    return np.asarray(np.sign(a) * np.sign(b) * (abs(a) // abs(b)))
-
-
-_ELEMENTWISE: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "add": np.add,
-        "and": np.bitwise_and,
-        "copy": np.copy,
-        "div": _quotient,
-        "eq": np.equal,
-        "ge": np.greater_equal,
-        "gt": np.greater,
-        "le": np.less_equal,
-        "lt": np.less,
-        "max": np.maximum,
-        "min": np.minimum,
-        "mul": np.multiply,
-        "ne": np.not_equal,
-        "not": np.invert,
-        "or": np.bitwise_or,
-        "rem": lambda a, b: a - b * _quotient(a, b),
-        "select_n": lambda which, off, on: np.where(which, on, off),
-        "sign": np.sign,
-        "stop_gradient": np.copy,
-        "sub": np.subtract,
-    }
-)
-
-
+#: The same elements.
+_IDENTITIES = ("copy", "stop_gradient")
 #: Most values of a table. Functions of more elements are compared part by part.
 MOST_VALUES = 1 << 18
 
@@ -151,28 +121,35 @@ class Tables:
         return None if values is None else (next(iter(bases), None), values)
 
     def _applied(self, eqn: JaxprEqn, arrays: list[Array]) -> Array | None:
-        name, params, out = eqn.primitive.name, eqn.params, aval_of(eqn.outvars[0])
-        first = arrays[0]
+        name, out, first = eqn.primitive.name, aval_of(eqn.outvars[0]), arrays[0]
         if name in ("div", "rem") and not np.all(arrays[1]):
             return None
-        if name in _ELEMENTWISE:
-            # In their own dtype, so that overflow is XLA's.
-            return np.asarray(_ELEMENTWISE[name](*arrays)).astype(out.dtype)
+        if name in _IDENTITIES:
+            return first
+        if name in FUNCTIONS:
+            with np.errstate(all="ignore"):  # integers wrap, as on devices
+                return np.asarray(FUNCTIONS[name](*arrays)).astype(out.dtype)
         if name == "convert_element_type":
             return first.astype(out.dtype) if out.dtype.kind in "bi" else None
-        if not first.ndim:
-            return first if name in ("broadcast_in_dim", "reshape") else None
-        shape = [1] * len(out.shape)
-        if name == "broadcast_in_dim":
-            for size, dim in zip(first.shape, params["broadcast_dimensions"], strict=True):
-                shape[dim] = size
-            return first.reshape(shape)
-        if name in ("reshape", "squeeze"):
-            old = [d for d, size in enumerate(shape_of(eqn.invars[0])) if size > 1]
-            new = [d for d, size in enumerate(out.shape) if size > 1]
-            if [shape_of(eqn.invars[0])[d] for d in old] != [out.shape[d] for d in new]:
-                return None
-            for d, e in zip(old, new, strict=True):
-                shape[e] = first.shape[d]
-            return first.reshape(shape)
-        return None
+        return _in_layout(eqn, first)
+
+
+def _in_layout(eqn: JaxprEqn, first: Array) -> Array | None:
+    """The result of an equation that changes the layout; dimensions of equal elements have length 1."""
+    name, out = eqn.primitive.name, aval_of(eqn.outvars[0])
+    if not first.ndim:
+        return first if name in ("broadcast_in_dim", "reshape") else None
+    shape = [1] * len(out.shape)
+    if name == "broadcast_in_dim":
+        for size, dim in zip(first.shape, eqn.params["broadcast_dimensions"], strict=True):
+            shape[dim] = size
+        return first.reshape(shape)
+    if name in ("reshape", "squeeze"):
+        old = [d for d, size in enumerate(shape_of(eqn.invars[0])) if size > 1]
+        new = [d for d, size in enumerate(out.shape) if size > 1]
+        if [shape_of(eqn.invars[0])[d] for d in old] != [out.shape[d] for d in new]:
+            return None
+        for d, e in zip(old, new, strict=True):
+            shape[e] = first.shape[d]
+        return first.reshape(shape)
+    return None

@@ -37,12 +37,16 @@ UNKNOWN = KnownScalar(None)
 
 
 def _quotient(x: Any, y: Any) -> Any:
-    """Towards zero, as in lax."""
+    """Towards zero, as in lax. A quotient by 0 has no meaning."""
+    dtype = np.result_type(x, y)
+    if dtype.kind == "i":  # the least integer has no absolute value in its own type
+        x, y = x.astype(np.int64), y.astype(np.int64)
     magnitude = np.abs(x) // np.maximum(np.abs(y), 1)
-    return np.where((x < 0) != (y < 0), -magnitude, magnitude)
+    return np.where((x < 0) != (y < 0), -magnitude, magnitude).astype(dtype)
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+#: Elementwise functions of arrays of integers and bools, by primitive.
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "and": np.bitwise_and,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
@@ -94,9 +98,9 @@ def compute(eqn: JaxprEqn, operands: Sequence[KnownScalar]) -> list[KnownScalar]
         if len(getattr(inner, "jaxpr", inner).invars) == len(operands):
             return evaluate(inner, operands)
     if is_scalar and all(value is not None for value in known):
-        if name in _FUNCTIONS:
+        if name in FUNCTIONS:
             with np.errstate(all="ignore"):  # integers wrap, as on devices
-                return [KnownScalar(np.asarray(_FUNCTIONS[name](*known)), axes)]
+                return [KnownScalar(np.asarray(FUNCTIONS[name](*known)), axes)]
         if name == "convert_element_type" and np.dtype(eqn.params["new_dtype"]).kind in "iub":
             return [KnownScalar(known[0].astype(eqn.params["new_dtype"]), axes)]  # type: ignore[union-attr]
     return [KnownScalar(None, axes)] * len(eqn.outvars)
