@@ -272,14 +272,9 @@ class _Writer:
             return False
         tables = self._tables(lambda var: "ids" if self.values.of[var] == ids else None, bound)
         if (made := self._maker_of(sizes, "reduce_sum")) is not None:
-            found = tables.read(made.invars[0])
-            is_matrix = made.params["axes"] == (0,) and len(shape_of(made.invars[0])) == 2
-            return bool(is_matrix and found and found[0] == "ids" and _is_unit(found[1], bound, n_groups))
+            return _sums_units(made, tables, bound, n_groups)
         made = self._maker_of(sizes, "scatter-add")
-        if made is None or not _is_lookup(made, gathers=False) or shape_of(made.invars[0]) != (n_groups,):
-            return False
-        zero, one = (tables.constant(made.invars[k]) for k in (0, 2))
-        return zero == 0 and one == 1 and tables.is_quotient(made.invars[1], "ids", 1)
+        return made is not None and _adds_ones(made, tables, n_groups)
 
     def _bound(self, atom: Atom) -> int | None:
         """All elements are in range(bound)."""
@@ -323,12 +318,16 @@ class _Writer:
         is_sum, n = eqn.primitive.name == "scatter-add", shape_of(base)[0]
         if is_sum and not self._is_zero(base):
             return None
-        if updates not in self.rows:
-            route = self._route_of(index, "inverse")
-            if route is None or n != route.n_rows or not self.tables[route].is_quotient(index, "inverse", 1):
-                return None
-            return [eqn, *self._rows_in(eqn, route, updates)]
-        rows, route = self.rows[updates], self._route_of(index, "order")
+        if updates in self.rows:
+            return self._scatter_out(eqn, is_sum=is_sum)
+        route = self._route_of(index, "inverse")
+        if route is None or n != route.n_rows or not self.tables[route].is_quotient(index, "inverse", 1):
+            return None
+        return [eqn, *self._rows_in(eqn, route, updates)]
+
+    def _scatter_out(self, eqn: JaxprEqn, *, is_sum: bool) -> list[JaxprEqn] | None:
+        base, index, updates = eqn.invars
+        rows, route, n = self.rows[updates], self._route_of(index, "order"), shape_of(base)[0]
         if route is not rows.route or rows.dim != 0 or route.n_rows % n:
             return None
         k = route.n_rows // n
@@ -383,21 +382,12 @@ class _Writer:
         dims = [_dim_with(one, factor) for one in factors.results]
         if None in dims:
             return [eqn]
-        c, eqns = route.shape.capacity, []
-        operands: list[Atom] = []
-        for atom, one in zip(eqn.invars, factors.operands, strict=True):
-            if not is_literal(atom) and atom in self.rows:
-                operands.append(self.rows[atom].array)
-                continue
-            dim = _dim_with(one, factor)
-            cut = ([], atom) if dim is None else self._cut(eqn, atom, dim, c)
-            if cut is None:
-                return [eqn]
-            eqns += cut[0]
-            operands.append(cut[1])
-
-        is_rows = [not is_literal(atom) and atom in self.rows for atom in eqn.invars]
-        axes = [0 if one else None for one in is_rows]
+        c = route.shape.capacity
+        in_slots = self._operands_in_slots(eqn, factors, factor, c)
+        if in_slots is None:
+            return [eqn]
+        eqns, operands = in_slots
+        axes = [0 if not is_literal(atom) and atom in self.rows else None for atom in eqn.invars]
 
         def compute(*arrays: Any) -> Any:
             def run(*one: Any) -> Any:
@@ -410,6 +400,24 @@ class _Writer:
             assert dim is not None
             self.rows[var] = self.rows_of_number[self.values.of[var]] = _RowsInSlots(route, dim, array)
         return [eqn, *eqns, *made_eqns]
+
+    def _operands_in_slots(
+        self, eqn: JaxprEqn, factors: Factors, factor: int, c: int
+    ) -> tuple[list[JaxprEqn], list[Atom]] | None:
+        """Arrays in slots, and others with `c` equal rows. None for an array with other rows."""
+        eqns: list[JaxprEqn] = []
+        operands: list[Atom] = []
+        for atom, one in zip(eqn.invars, factors.operands, strict=True):
+            if not is_literal(atom) and atom in self.rows:
+                operands.append(self.rows[atom].array)
+                continue
+            dim = _dim_with(one, factor)
+            cut = ([], atom) if dim is None else self._cut(eqn, atom, dim, c)
+            if cut is None:
+                return None
+            eqns += cut[0]
+            operands.append(cut[1])
+        return eqns, operands
 
     def _reduced(self, eqn: JaxprEqn, factors: Factors, factor: int) -> list[JaxprEqn]:
         """A sum, or another reduction, of rows in the order of the tokens."""
@@ -466,19 +474,32 @@ class _Writer:
         eqns, (made,) = self._equations(eqn, compute, ("cut", shape, tuple(broadcast_dims)), producer.invars[0])
         return eqns, made
 
-    def _grouped(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        is_sum = eqn.primitive is grouped_sum_p
-        rows = [self.rows.get(atom) for atom in eqn.invars[: 2 if is_sum else 1]]
-        route = rows[0].route if rows[0] is not None else None
-        if route is None or any(one is None or one.route is not route or one.dim != 2 for one in rows):
-            return [eqn]
+    def _rows_of_grouped(self, eqn: JaxprEqn) -> list[_RowsInSlots]:
+        """Its operands in slots of one route, whose ids its groups count; empty if they are not."""
+        rows = [self.rows.get(atom) for atom in eqn.invars[: 2 if eqn.primitive is grouped_sum_p else 1]]
+        found = [one for one in rows if one is not None and one.dim == 2]
+        routes = {one.route for one in found}
         sizes, positions = self._sizes(*eqn.invars[2:4]), self._maker_of(eqn.invars[4], "iota")
-        if sizes is None or positions is None or shape_of(eqn.invars[0])[:2] != (1, 1):
-            return [eqn]
-        ids = self.counted.get(self.values.read(sizes))
-        if ids != route.ids:
-            return [eqn]
+        is_whole = sizes is not None and positions is not None and shape_of(eqn.invars[0])[:2] == (1, 1)
+        if len(found) < len(rows) or len(routes) != 1 or sizes is None or not is_whole:
+            return []
+        return found if self.counted.get(self.values.read(sizes)) == found[0].route.ids else []
 
+    def _plain_rows(self, eqn: JaxprEqn, rows: _RowsInSlots) -> tuple[list[JaxprEqn], Atom]:
+        """[y x c features], once for all readers, so that devices exchange it once."""
+        if rows.array in self.plain:
+            return [], self.plain[rows.array]
+        shape = rows.route.shape
+        y, x, c = shape.n_owners, shape.n_blocks, shape.capacity
+        eqns, (array,) = self._equations(eqn, lambda rows: rows.reshape(y, x, c, -1), "plain", rows.array)
+        self.plain[rows.array] = array
+        return eqns, array
+
+    def _grouped(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        is_sum, rows = eqn.primitive is grouped_sum_p, self._rows_of_grouped(eqn)
+        if not rows:
+            return [eqn]
+        route = rows[0].route
         shape, slots, params = route.shape, route.slots, dict(eqn.params)
         params |= {"n_rows": shape.n_rows // shape.n_owners or 1, "n_groups": shape.n_groups // shape.n_owners}
         in_slots_p = (routed_sum_p if is_sum else routed_product_p) if shape.has_foreign_rows else eqn.primitive
@@ -494,13 +515,8 @@ class _Writer:
         operands: list[Atom] = []
         plain: list[JaxprEqn] = []
         for one in rows:
-            # Once for all readers, so that devices exchange it once.
-            array = self.plain.get(one.array) if one is not None else None
-            if array is None:
-                assert one is not None
-                made_eqns, (array,) = self._equations(eqn, lambda rows: rows.reshape(y, x, c, -1), "plain", one.array)
-                self.plain[one.array] = array
-                plain += made_eqns
+            made_eqns, array = self._plain_rows(eqn, one)
+            plain += made_eqns
             operands.append(array)
         operands += [] if is_sum else [eqn.invars[1]]
         bounds = (slots.starts, slots.ends, slots.foreign_starts, slots.foreign_ends)
@@ -540,6 +556,21 @@ def _named(eqns: Sequence[JaxprEqn], made: Atom, result: Var) -> list[JaxprEqn]:
 def _sum_of(rows: Any) -> Any:
     """[n k ...] to [n ...]."""
     return jnp.sum(rows, axis=1, dtype=rows.dtype)
+
+
+def _sums_units(eqn: JaxprEqn, tables: Tables, bound: int, n_groups: int) -> bool:
+    """Whether the sum is over the unit vector of each id."""
+    found = tables.read(eqn.invars[0])
+    is_matrix = eqn.params["axes"] == (0,) and len(shape_of(eqn.invars[0])) == 2
+    return bool(is_matrix and found and found[0] == "ids" and _is_unit(found[1], bound, n_groups))
+
+
+def _adds_ones(eqn: JaxprEqn, tables: Tables, n_groups: int) -> bool:
+    """Whether 1 is added to an element of zeros for each id."""
+    if not _is_lookup(eqn, gathers=False) or shape_of(eqn.invars[0]) != (n_groups,):
+        return False
+    zero, one = (tables.constant(eqn.invars[k]) for k in (0, 2))
+    return zero == 0 and one == 1 and tables.is_quotient(eqn.invars[1], "ids", 1)
 
 
 def _is_unit(table: Any, n: int, n_groups: int) -> bool:

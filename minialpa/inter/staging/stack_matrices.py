@@ -57,18 +57,23 @@ def with_stacked_matrices(staged: StagedStep, n: int) -> StagedStep:
     if not new_tasks:
         return staged
 
-    # The tasks with new equations, in the new order.
+    split = replace(staged.split, ops=tuple(ops))
+    return replace(staged, split=split, tasks=_with_new_equations(staged.tasks, ops, new_tasks))
+
+
+def _with_new_equations(
+    tasks: Sequence[Task], ops: Sequence[Op], new_tasks: Mapping[JaxprEqn, int]
+) -> tuple[Task, ...]:
+    """Tasks with their new equations, in the order of `ops`."""
     eqns_of: dict[int, list[JaxprEqn]] = defaultdict(list)
-    members = {number: frozenset(staged.tasks[number].eqns) for number in set(new_tasks.values())}
+    members = {number: frozenset(tasks[number].eqns) for number in set(new_tasks.values())}
     for op in ops:
         for number, old_eqns in members.items():
             if new_tasks.get(op.eqn) == number or op.eqn in old_eqns:
                 eqns_of[number].append(op.eqn)
-    tasks = (
-        replace(task, eqns=tuple(eqns_of[number])) if number in members else task
-        for number, task in enumerate(staged.tasks)
+    return tuple(
+        replace(task, eqns=tuple(eqns_of[number])) if number in members else task for number, task in enumerate(tasks)
     )
-    return replace(staged, split=replace(staged.split, ops=tuple(ops)), tasks=tuple(tasks))
 
 
 def _only_tasks(tasks: Sequence[Task]) -> dict[JaxprEqn, int]:
@@ -103,6 +108,22 @@ def _stacked(
     """
     if any(op.eqn.effects for op in ops):
         return ops
+    stacked: list[Op] = []
+    joined: list[_MatrixUpdate] = []
+    for group in _equal_updates(ops, n, home, n_reads):
+        new = _as_one(group, -len(group) % n if _decomposes(group[0]) else 0)
+        # `jax.vmap` computes both branches of a choice by the values of each matrix.
+        if _n_choices(op.eqn for op in new) == _n_choices(op.eqn for op in group[0].ops):
+            new_tasks.update((op.eqn, home[group[0].ops[0].eqn]) for op in new)
+            stacked += new
+            joined += group
+    return _with_stacks(ops, joined, stacked)
+
+
+def _equal_updates(
+    ops: Sequence[Op], n: int, home: Mapping[JaxprEqn, int], n_reads: Mapping[Var, int]
+) -> list[Sequence[_MatrixUpdate]]:
+    """Groups of updates of one task that compute the same function, for stacks on n devices."""
     updates: dict[object, list[_MatrixUpdate]] = defaultdict(list)
     eqns = [op.eqn for op in ops]
     made_by = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
@@ -114,17 +135,11 @@ def _stacked(
         if None not in tasks and len(tasks) == 1 and _may_stack([op.eqn for op in inside]):
             update = _matrix_update(inside, n_reads, equal.get(task := tasks.pop(), {}))
             updates[task, update.key].append(update)
-    groups = [part for group in updates.values() if _differ(group) for part in _parts(group, n)]
-    stacked: list[Op] = []
-    joined: list[_MatrixUpdate] = []
-    for group in groups:
-        new = _as_one(group, -len(group) % n if _decomposes(group[0]) else 0)
-        # `jax.vmap` computes both branches of a choice by the values of each matrix.
-        if _n_choices(op.eqn for op in new) == _n_choices(op.eqn for op in group[0].ops):
-            new_tasks.update((op.eqn, home[group[0].ops[0].eqn]) for op in new)
-            stacked += new
-            joined += group
+    return [part for group in updates.values() if _differ(group) for part in _parts(group, n)]
 
+
+def _with_stacks(ops: Sequence[Op], joined: Sequence[_MatrixUpdate], stacked: Sequence[Op]) -> list[Op]:
+    """`stacked` in place of the updates `joined`, between the makers of operands and the readers of results."""
     inner = {op.eqn for update in joined for op in update.ops}
     made = {v for update in joined for v in update.results}
     before: list[Op] = []
@@ -136,7 +151,6 @@ def _stacked(
         (after if is_after else before).append(op)
         if is_after:
             made.update(op.eqn.outvars)
-
     return [*before, *stacked, *after]
 
 
@@ -161,16 +175,7 @@ def _between_products(eqns: Sequence[JaxprEqn]) -> list[list[int]]:
         n_products[root] += products[i]
     bit = {root: 1 << k for k, root in enumerate(dict.fromkeys(sets.values()))}
 
-    # As bits: the sets that depend on an equation, itself included.
-    dependent = [0] * len(eqns)
-    of_value: dict[Var, int] = defaultdict(int)
-    for i in range(len(eqns) - 1, -1, -1):
-        dependent[i] = bit[sets[i]] if i in sets else 0
-        for v in eqns[i].outvars:
-            dependent[i] |= of_value.get(v, 0)
-        for v in operand_vars(eqns[i]) if dependent[i] else ():
-            of_value[v] |= dependent[i]
-
+    dependent = _dependent_sets(eqns, {i: bit[root] for i, root in sets.items()})
     started: dict[Var, int] = {}
     inside: dict[int, list[int]] = {b: [] for root, b in bit.items() if n_products[root] >= _LEAST_PRODUCTS}
     for i, eqn in enumerate(eqns):
@@ -184,6 +189,19 @@ def _between_products(eqns: Sequence[JaxprEqn]) -> list[list[int]]:
             inside[now].append(i)
             started.update((v, now) for v in eqn.outvars)
     return list(inside.values())
+
+
+def _dependent_sets(eqns: Sequence[JaxprEqn], own: Mapping[int, int]) -> list[int]:
+    """For each equation, as bits, the sets that depend on it, its own included. own: bits of equations in sets."""
+    dependent = [0] * len(eqns)
+    of_value: dict[Var, int] = defaultdict(int)
+    for i in range(len(eqns) - 1, -1, -1):
+        dependent[i] = own.get(i, 0)
+        for v in eqns[i].outvars:
+            dependent[i] |= of_value.get(v, 0)
+        for v in operand_vars(eqns[i]) if dependent[i] else ():
+            of_value[v] |= dependent[i]
+    return dependent
 
 
 def _connected_products(eqns: Sequence[JaxprEqn], products: Sequence[int]) -> dict[int, int]:
