@@ -6,7 +6,8 @@ group gives zeros. The blocks of a batch share its matrices.
     product: out[b x m n] = sum_k lhs[b x m k] rhs[b g k n], for row m of group g
     sum:     out[b g k n] = sum_(x m) lhs[b x m k] rhs[b x m n], over the rows m of group g
 
-A loop computes the rows of a group in tiles. Positions of rows are an operand, so devices may share rows and groups.
+A loop computes the rows of a group in tiles, which may have rows of several blocks. Positions of rows are an operand,
+so devices may share rows and groups.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def product(
 
     def put_tile(matrix: Any, tile: Any, is_in_group: Any, out: Any) -> Any:
         made = lax.dot_general(tiles.cut(rows, tile), matrix, (((1,), (summed - 2,)), ((), ())), **options)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(is_in_group, made, tiles.cut(out, tile)), tile, 0)
+        return tiles.put(out, made, tile, is_in_group)
 
     def add_group(group: Any, out: Any) -> Any:
         return tiles.walk(group, functools.partial(put_tile, matrices[group]), out)
@@ -94,14 +95,19 @@ def sum_of_products(
 
 
 class _Tiles:
-    """The rows of each group in tiles of `length` rows; a tile is the number of its first row, over all blocks."""
+    """The rows of each group in tiles of `length` rows.
+
+    A tile of a single block is the number of its first row; otherwise, it has the number of each row, over all blocks.
+    """
 
     def __init__(self, starts: Any, ends: Any, positions: Any, *whole: int) -> None:
         """whole: n_whole_rows, n_groups."""
+        n_whole_rows, n_groups = whole
         self.n_rows = len(positions)
-        self.length, self.n_expected = rows_of_tile(self.n_rows, *whole), tiles_of_group(self.n_rows, *whole)
-        self.n_blocks, self.n_groups = starts.shape[1:]
-        self.n_matrices = starts.shape[0] * self.n_groups
+        self.n_batches, self.n_blocks, self.n_groups = starts.shape
+        sizes = self.n_blocks * self.n_rows, self.n_blocks * n_whole_rows, n_groups
+        self.length, self.n_expected = rows_of_tile(*sizes), tiles_of_group(*sizes)
+        self.n_matrices = self.n_batches * self.n_groups
         # [b g x], in the order of the matrices.
         self.first, self.end = (
             jnp.clip(bounds - positions[0], 0, self.n_rows).transpose(0, 2, 1).reshape(-1, self.n_blocks)
@@ -109,26 +115,41 @@ class _Tiles:
         )
 
     def cut(self, array: Any, tile: Any) -> Any:
-        return lax.dynamic_slice_in_dim(array, tile, self.length, 0)
+        if self.n_blocks == 1:
+            return lax.dynamic_slice_in_dim(array, tile, self.length, 0)
+        return array.at[tile].get(mode="promise_in_bounds")
+
+    def put(self, array: Any, rows: Any, tile: Any, is_in_group: Any) -> Any:
+        """The array with the rows of a tile that are in its group."""
+        if self.n_blocks == 1:
+            rows = jnp.where(is_in_group, rows, self.cut(array, tile))
+            return lax.dynamic_update_slice_in_dim(array, rows, tile, 0)
+        nowhere = len(array) + jnp.arange(self.length, dtype=np.int32)
+        return array.at[jnp.where(is_in_group[:, 0], tile, nowhere)].set(rows, mode="drop", unique_indices=True)
 
     def walk(self, matrix: Any, visit: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         """`carry` after `visit(tile, is_in_group, carry)` for each tile of the rows with this matrix."""
-        batch = matrix // self.n_groups
+        first_row = matrix // self.n_groups * self.n_blocks * self.n_rows  # of the batch
+        first, end = self.first[matrix], self.end[matrix]
+        after = jnp.cumsum(jnp.maximum(end - first, 0))
+        before = jnp.concatenate([jnp.zeros(1, after.dtype), after[:-1]])
+        shift = first - before + self.n_rows * jnp.arange(self.n_blocks, dtype=np.int32)
 
-        def visit_block(block: Any, carry: Any) -> Any:
-            first, end = self.first[matrix, block], self.end[matrix, block]
-
-            def visit_tile(i: Any, carry: Any) -> Any:
-                start = first + i * self.length
-                tile = jnp.minimum(start, self.n_rows - self.length)
+        def visit_tile(i: Any, carry: Any) -> Any:
+            start = i * self.length
+            if self.n_blocks == 1:
+                tile = jnp.minimum(first[0] + start, self.n_rows - self.length)
                 rows = tile + jnp.arange(self.length)
-                is_in_group = ((rows >= start) & (rows < end))[:, None]
-                return visit((batch * self.n_blocks + block) * self.n_rows + tile, is_in_group, carry)
+                is_in_group = (rows >= first[0] + start) & (rows < end[0])
+                return visit(first_row + tile, is_in_group[:, None], carry)
 
-            with jax.named_scope(f"{TRIPS}{self.n_expected:.4f}"):
-                return lax.fori_loop(0, (end - first + self.length - 1) // self.length, visit_tile, carry)
+            number = start + lax.broadcasted_iota(np.int32, (self.length, 1), 0)  # in the group
+            is_here = (number >= before[None]) & (number < after[None])
+            tile = jnp.sum(jnp.where(is_here, number + shift[None], 0), axis=1, dtype=np.int32)
+            return visit(first_row + tile, number < after[-1], carry)
 
-        return lax.fori_loop(0, self.n_blocks, visit_block, carry)
+        with jax.named_scope(f"{TRIPS}{self.n_expected:.4f}"):
+            return lax.fori_loop(0, (after[-1] + self.length - 1) // self.length, visit_tile, carry)
 
 
 def _product_aval(lhs: Any, rhs: Any, *others: Any, summed: int, dtype: str, **_: Any) -> list[Any]:

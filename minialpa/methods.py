@@ -491,10 +491,6 @@ def attention_of(method: Method | FollowingMethod | Plan) -> Attention:
     return "written" if isinstance(method, CreateStateParallel) else _option_of(method).attention
 
 
-def expert_skew_of(method: Method | FollowingMethod | Plan) -> float:
-    return _option_of(method).expert_skew
-
-
 def _option_of(method: Method | FollowingMethod | Plan) -> AutoShardingOption:
     """Of its first stage, if stages differ."""
     match method:

@@ -15,9 +15,16 @@ import pytest
 from jax import lax
 
 import minialpa
-from minialpa import AutoShardingOption, ClusterSpec, DataParallel, ShardParallel
+from minialpa import (
+    AutoShardingOption,
+    ClusterSpec,
+    DataParallel,
+    PipeshardParallel,
+    ShardParallel,
+    UniformStageOption,
+)
 from minialpa.routing import tables
-from minialpa.routing.rows import with_rows_in_slots
+from minialpa.routing.rows import RowSharing, with_rows_in_slots
 from minialpa.routing.slots import SlotShape, slots_of
 from minialpa.tracing.evaluation import eval_flat
 from tests.helpers import trace
@@ -162,7 +169,7 @@ def _rewritten(layer: Layer) -> tuple[bool, Counter[str]]:
     step = jax.value_and_grad(_loss(layer), (0, 1))
     arguments = _parameters(), floats((TOKENS, WIDTH), 9)
     traced = trace(step, *arguments)
-    new = with_rows_in_slots(traced, 8, 1.0)
+    new = with_rows_in_slots(traced, RowSharing(n_micro_batches=1, n_devices=8, skew=1.0))
     results = jax.jit(lambda *leaves: eval_flat(new.flat, leaves))(*jax.tree.leaves(arguments))
     for expected, one in zip(jax.tree.leaves(jax.jit(step)(*arguments)), results, strict=True):
         np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-4)
@@ -176,6 +183,8 @@ METHODS = {
     "rows go to their experts": ShardParallel(auto_sharding_option=AutoShardingOption(allow_all_gather=False)),
     "no free slots": ShardParallel(auto_sharding_option=AutoShardingOption(allow_all_gather=False, expert_skew=1.0)),
     "micro-batches": ShardParallel(num_micro_batches=2),
+    "more micro-batches than devices": ShardParallel(num_micro_batches=16),
+    "pipeline": PipeshardParallel(num_micro_batches=4, stage_option=UniformStageOption(2)),
 }
 
 

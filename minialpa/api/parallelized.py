@@ -50,14 +50,12 @@ from minialpa.methods import (
     attention_of,
     axis_names_of,
     check_method,
-    expert_skew_of,
     resolve_devices,
 )
 from minialpa.options import PlanningEffort, Shardings
 from minialpa.plan import Plan
 from minialpa.pytrees import check_no_graph
 from minialpa.recognition.step import recognise
-from minialpa.routing.rows import has_grouped_products, with_rows_in_slots
 from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
 from minialpa.sharding import bare_specs_over
@@ -651,11 +649,7 @@ class ParallelizedFunc:
             traced = self._traced_as_written(call)
             attention = attention_of(self._method)
             with collection_paused():
-                if attention != "written":
-                    traced = recognise(traced, everywhere=attention == "fused")
-                if not has_grouped_products(traced):
-                    return traced
-                return with_rows_in_slots(traced, self.target().cluster.n_devices, expert_skew_of(self._method))
+                return traced if attention == "written" else recognise(traced, everywhere=attention == "fused")
 
     def _warn_of_object(self, call: Call) -> None:
         """Warn that the program keeps the present attributes of `self`, unless `self` is static."""

@@ -36,7 +36,7 @@ from minialpa.inter.short_plan import ShortStep, short_step_of, staged_short_ste
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
-from minialpa.inter.staging.staged_step import realise, stage_step
+from minialpa.inter.staging.staged_step import planned_row_sharing, realise, row_sharing, stage_step
 from minialpa.inter.staging.tasks import StagedStep, planned_transfers
 from minialpa.inter.user_shardings import user_shardings
 from minialpa.intra.graph.option_constraints import UnevenBatchError
@@ -162,9 +162,15 @@ def _free_solution(context: PlanningContext, placed: PlacedStages) -> FreeSoluti
 def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> PlacedStages:
     """The tasks of each mesh. Raises ShardingError for stages or gradients that the schedule cannot have."""
     options = context.options
+    sharing = row_sharing(options.n_micro_batches, [(stage.candidate.n_devices, stage.option) for stage in stages])
+    made_by = (_layers_key(layered), sharing)
+    layered = context.with_rows_in_slots(layered, sharing)
     chunks = chunks_of([stage.layers for stage in stages])
     check_chunks(chunks, options.schedule)
-    staged, short = _short_staged_step(context, layered, chunks) or (_whole_staged_step(context, layered, chunks), None)
+    staged, short = _short_staged_step(context, layered, chunks, made_by) or (
+        _whole_staged_step(context, layered, chunks, made_by),
+        None,
+    )
 
     if options.schedule == "inference" and any(map(staged.trains, range(1, staged.split.n_loops + 1))):
         raise ShardingError(
@@ -179,7 +185,8 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
     )
 
 
-def _whole_staged_step(context: PlanningContext, layered: LayeredStep, chunks: Chunks) -> StagedStep:
+def _whole_staged_step(context: PlanningContext, layered: LayeredStep, chunks: Chunks, made_by: Hashable) -> StagedStep:
+    """made_by: how the step with rows in slots is made."""
     options = context.options
     n, keeps, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
     groups, splits = chunks.of_group(layered.of_group), splits_backward(options.schedule)
@@ -187,7 +194,7 @@ def _whole_staged_step(context: PlanningContext, layered: LayeredStep, chunks: C
 
     # Attempts that differ only in shardings share one staged step.
     return context.staged.get_or_make(
-        (_layers_key(layered), chunks, n, keeps, casts, splits, stacks),
+        (made_by, chunks, n, keeps, casts, splits, stacks),
         lambda: stage_step(
             layered.step(one_program=len(chunks.layers) == 1),
             n,
@@ -207,7 +214,7 @@ def _layers_key(layered: LayeredStep) -> Hashable:
 
 
 def _short_staged_step(
-    context: PlanningContext, layered: LayeredStep, chunks: Chunks
+    context: PlanningContext, layered: LayeredStep, chunks: Chunks, made_by: Hashable
 ) -> tuple[StagedStep, ShortStep] | None:
     """The tasks of a short step, and the short step; None if too few equations repeat."""
     if not context.shortens or context.options.stack_matrices or len(layered.plain.flat.eqns) < _LEAST_SHORTENED:
@@ -225,7 +232,7 @@ def _short_staged_step(
         if short is None or len(short.short.step.flat.eqns) > _MOST_OF_WHOLE * len(layered.plain.flat.eqns):
             return None
         staged = context.staged.get_or_make(
-            ("short", layered.plain.flat, _layers_key(layered), chunks, n, keeps, casts, splits),
+            ("short", layered.plain.flat, made_by, chunks, n, keeps, casts, splits),
             lambda: staged_short_step(
                 short, n, chunks, keep_activations=keeps, cast_once=casts, splits_backward=splits
             ),
@@ -243,7 +250,7 @@ def staged_step_of(context: PlanningContext, plan: Plan) -> StagedStep:
     made_by = (plan.layer_of_group, plan.remat, plan.row_blocks) if plan.layer_of_group else context.traced.flat
     return context.staged.get_or_make(
         (
-            made_by,
+            (made_by, planned_row_sharing(plan)),
             plan_chunks(plan),
             plan.n_micro_batches,
             plan.keeps_activations,

@@ -20,7 +20,7 @@ from minialpa.inter.build_plan import StageTooLargeError
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.stack_matrices import stacks_matrices
-from minialpa.inter.staging.staged_step import stage_step
+from minialpa.inter.staging.staged_step import row_sharing, stage_step
 from minialpa.options import (
     DATA_PARALLEL_METHODS,
     AutoShardingOption,
@@ -30,6 +30,7 @@ from minialpa.options import (
     RematChoice,
 )
 from minialpa.plan import Plan
+from minialpa.routing.rows import with_rows_in_slots
 
 #: In steps of more equations, methods rematerialise all layers or no layer: a choice for each layer takes minutes.
 _FEW_EQUATIONS = 10_000
@@ -218,7 +219,8 @@ class _MethodTries:
 def _open_variants(context: PlanningContext, n: int) -> tuple[bool, bool, bool]:
     """Whether keeping values for later loops, casting weights once, and stacks of matrices are open and have effect."""
     options = context.options
-    staged = stage_step(context.traced, n, (), (0,))
+    sharing = row_sharing(n, [(context.cluster.n_devices, options.sharding)])
+    staged = stage_step(with_rows_in_slots(context.traced, sharing, context.proofs), n, (), (0,))
     stacks = options.stack_matrices is None and stacks_matrices(staged)
     if n == 1:
         return False, False, stacks

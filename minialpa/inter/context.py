@@ -22,6 +22,7 @@ from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS, XLA_GPU
 from minialpa.options import AutoStageOption, LayerOption, ManualLayerOption, PlanOptions
 from minialpa.plan import Plan
+from minialpa.routing.rows import Proofs, RowSharing, has_grouped_products, with_rows_in_slots
 from minialpa.rules.known_rules import primitives_without_rule
 from minialpa.support.private_jax import warn
 from minialpa.support.progress import Report
@@ -54,6 +55,7 @@ class PlanningContext:
         cuts: cache of steps with their layers.
         sublayered: cache of steps with their sublayers.
         staged: cache of steps with their tasks, see `place_stages`.
+        in_slots, proofs: cache of steps with rows of experts in slots, and of proofs about their indices.
     """
 
     traced: TracedStep
@@ -77,6 +79,11 @@ class PlanningContext:
         default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda staged: EQUATION_BYTES * len(staged.split.ops))
     )
 
+    proofs: Proofs = dataclasses.field(default_factory=dict)
+    in_slots: Recent[TracedStep] = dataclasses.field(
+        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda step: EQUATION_BYTES * len(step.flat.ops))
+    )
+
     @property
     def whole(self) -> LayeredStep:
         """The step without layers."""
@@ -98,6 +105,15 @@ class PlanningContext:
             return make()
 
         return self.cuts.get_or_make(key, make_reported)
+
+    def with_rows_in_slots(self, layered: LayeredStep, sharing: RowSharing) -> LayeredStep:
+        """Attempts with equal numbers of devices and micro-batches share the step."""
+        if not has_grouped_products(layered.plain):
+            return layered
+        plain = self.in_slots.get_or_make(
+            (layered.plain.flat, sharing), lambda: with_rows_in_slots(layered.plain, sharing, self.proofs)
+        )
+        return dataclasses.replace(layered, plain=plain)
 
     def asking(self, **options: Any) -> PlanningContext:
         """The same context with some options replaced."""

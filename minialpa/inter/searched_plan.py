@@ -72,6 +72,7 @@ def _best_searched_plan(context: PlanningContext, cut: CutStep, layers: LayerOpt
         space=space,
         option=options.sharding,
         strategy_cache=context.solver.strategy_cache,
+        proofs=context.proofs,
     )
     context.report("lower bounds of stage costs", 0, 0)
     bounds = StageBounds(sublayers, costs)  # adds its costs to `costs`

@@ -49,11 +49,27 @@ def has_grouped_products(step: TracedStep) -> bool:
     return any(eqn.primitive in _GROUPED for eqn in step.flat.eqns)
 
 
-def with_rows_in_slots(step: TracedStep, n_devices: int, skew: float) -> TracedStep:
-    """The same step if devices cannot share its rows. skew: slots over rows."""
-    if n_devices == 1 or not has_grouped_products(step):
+@dataclass(frozen=True, slots=True)
+class RowSharing:
+    """Devices that share the rows of a micro-batch. skew: slots over rows."""
+
+    n_micro_batches: int
+    n_devices: int
+    skew: float
+
+
+#: Whether an index is a certain function of an order; equal for equal programs.
+Proofs = dict[Hashable, bool]
+
+
+def with_rows_in_slots(step: TracedStep, sharing: RowSharing, proofs: Proofs | None = None) -> TracedStep:
+    """The same step if neither devices nor micro-batches can share its rows. Groups keep their numbers.
+
+    proofs: of other calls, to which this call adds.
+    """
+    if sharing.n_devices * sharing.n_micro_batches == 1 or not has_grouped_products(step):
         return step
-    writer = _Writer(step, n_devices, skew)
+    writer = _Writer(step, sharing, {} if proofs is None else proofs)
     written = [writer.write(eqn) for eqn in step.flat.eqns]
     flat = step.flat.with_each_written_as(written)
     is_live = live_equations(flat.eqns, (*flat.outvars, *step.gradients))
@@ -62,14 +78,6 @@ def with_rows_in_slots(step: TracedStep, n_devices: int, skew: float) -> TracedS
     remaining = {op.eqn for op in ops} & {eqn for eqn in step.flat.eqns if eqn in writer.products}
     if remaining or not writer.products:
         return step
-    # The numbers of groups must have no gaps.
-    numbers = {
-        group: i for i, group in enumerate(sorted({op.origin.group for op in ops if op.origin.group is not None}))
-    }
-    ops = tuple(
-        replace(op, origin=replace(op.origin, group=numbers[op.origin.group])) if op.origin.group is not None else op
-        for op in ops
-    )
     return replace(step, flat=replace(flat, ops=ops))
 
 
@@ -96,9 +104,9 @@ class _RowsInSlots:
 
 
 class _Writer:
-    def __init__(self, step: TracedStep, n_devices: int, skew: float) -> None:
+    def __init__(self, step: TracedStep, sharing: RowSharing, proofs: Proofs) -> None:
         flat = step.flat
-        self.n_devices, self.skew = n_devices, skew
+        self.sharing = sharing
         self.producers = producers_of(flat)
         self.values = ValueNumbering()
         for i, var in enumerate(flat.invars):
@@ -113,7 +121,7 @@ class _Writer:
         self.rows: dict[Atom, _RowsInSlots] = {}
         #: By number of an order or inverse: its route, and "order" or "inverse".
         self.places: dict[int, tuple[_Route, str]] = {}
-        self.proofs: dict[Hashable, bool] = {}
+        self.proofs = proofs
         #: Of functions of the order, or its inverse.
         self.tables: dict[_Route, Tables] = {}
         #: By array of rows, the operand of products.
@@ -223,9 +231,14 @@ class _Writer:
     def _shape(self, ids: int, place: int, n: int) -> SlotShape | None:
         if ids not in self.n_groups:
             return None
-        n_groups, n_blocks = self.n_groups[ids], math.gcd(self._n_tokens(place, n), self.n_devices)
-        n_owners, n_rows = math.gcd(n_groups, self.n_devices), n // n_blocks
-        capacity = min(n_rows, math.ceil(self.skew * n_rows / n_owners))
+        n_groups, n_tokens = self.n_groups[ids], self._n_tokens(place, n)
+        n_micro_batches, n_devices = self.sharing.n_micro_batches, self.sharing.n_devices
+        if n_tokens % n_micro_batches:
+            return None
+        # Each micro-batch has a block for each device.
+        n_blocks = n_micro_batches * math.gcd(n_tokens // n_micro_batches, n_devices)
+        n_owners, n_rows = math.gcd(n_groups, n_devices), n // n_blocks
+        capacity = min(n_rows, math.ceil(self.sharing.skew * n_rows / n_owners))
         return None if n_blocks == 1 else SlotShape(n_blocks, n_rows, n_groups, n_owners, capacity)
 
     def _route_of(self, index: Atom, base: str) -> _Route | None:

@@ -4,7 +4,7 @@
     sum:     [b x m k], [b x m n], starts [b x g], ends [b x g], positions [m] -> [b g k n]     sum(x), sum(m)
 
 The matrices of a product may also be [b g n k] (`summed`).
-flops = 2 b x (m + g t / 2) k n with tiles of t rows.
+flops = 2 b (x m + g t / 2) k n with tiles of t rows.
 
 In slots (`minialpa.routed`), bounds of all foreign slots are on each device that shares owners:
 
@@ -45,8 +45,9 @@ def _factors(eqn: JaxprEqn, *, is_sum: bool) -> Factors:
     k = table.dim(lhs[3], reduction=None if is_sum else "sum")
     n = table.dim(rhs[3] if is_sum else rhs[5 - eqn.params["summed"]])
 
-    tile = rows_of_tile(lhs[2], eqn.params["n_rows"], eqn.params["n_groups"])
-    n_rows = lhs[0] * lhs[1] * (min(lhs[2], eqn.params["n_rows"]) + bounds[2] * tile / 2)
+    n_whole_rows = lhs[1] * eqn.params["n_rows"]
+    tile = rows_of_tile(lhs[1] * lhs[2], n_whole_rows, eqn.params["n_groups"])
+    n_rows = lhs[0] * (min(lhs[1] * lhs[2], n_whole_rows) + bounds[2] * tile / 2)
     foreign = [(table.dim(w, blocked=True), x, table.dim(groups, blocked=True)) for w, _, groups in of_foreign]
     rows, matrices = (b, x, m), (b, g, k, n) if is_sum or eqn.params["summed"] == 2 else (b, g, n, k)
     return table.build(

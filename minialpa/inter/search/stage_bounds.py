@@ -53,7 +53,7 @@ class StageBounds:
                 space=self.space,
                 columns=self.columns,
                 layer_of_sublayer=layer_of_sublayer,
-                crossing_bytes=border_bytes * self._base / n,
+                crossing_bytes=border_bytes / n,
                 is_open=first_views(
                     search.space.candidates, self.cluster.devices_per_host, (search.traced.batch_size or 1) // n
                 ),

@@ -7,7 +7,8 @@ bound to the same equations. Tracing and splitting are deterministic, so equatio
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 from jax.extend.core import Var
 
@@ -28,7 +29,9 @@ from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.strategies.sharing import share_reads
 from minialpa.ir.equations import is_literal
 from minialpa.ir.op import Op
+from minialpa.options import AutoShardingOption
 from minialpa.plan import Plan, StagePlan
+from minialpa.routing.rows import RowSharing, with_rows_in_slots
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.trace import TracedStep
 
@@ -66,6 +69,16 @@ def stage_step(
     shared = _shared(split, by_direction=n_chunks > 1)
     staged = stage_split(shared, groups, mesh_of_chunk, splits_backward=splits_backward)
     return with_stacked_matrices(staged, stack_matrices) if stack_matrices else staged
+
+
+def row_sharing(n_micro_batches: int, stages: Iterable[tuple[int, AutoShardingOption]]) -> RowSharing:
+    """For all stages of a step. stages: (devices, option) of each."""
+    devices, options = zip(*stages, strict=True)
+    return RowSharing(n_micro_batches, math.lcm(*devices), max(option.expert_skew for option in options))
+
+
+def planned_row_sharing(plan: Plan) -> RowSharing:
+    return row_sharing(plan.n_micro_batches, [(stage.n_devices, stage.option) for stage in plan.stages])
 
 
 def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
@@ -117,7 +130,8 @@ class RealisedStep:
 def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
     """The phases from a traced step to the tasks of its plan, in order:
 
-    cut scans over layers -> rematerialise layers -> split micro-batches -> split stages into tasks.
+    cut scans over layers -> put rows of experts in slots -> rematerialise layers -> split micro-batches
+    -> split stages into tasks.
 
     Raises VerifyError if the plan was made for another step or other shapes, or if the step does not allow one of its
     decisions. `verify_staged` verifies its specs later.
@@ -127,7 +141,8 @@ def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
     cut = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
     verify_layers(cut.n_groups, plan)
     chunks = plan_chunks(plan)
-    step = with_choices(cut, plan.layer_of_group, plan.remat, one_program=len(chunks.layers) == 1)
+    in_slots = with_rows_in_slots(cut, planned_row_sharing(plan))
+    step = with_choices(in_slots, plan.layer_of_group, plan.remat, one_program=len(chunks.layers) == 1)
 
     with blamed("n_micro_batches", plan.n_micro_batches):
         groups = chunks.of_group(plan.layer_of_group)

@@ -230,7 +230,8 @@ def _grouped_s(eqn: JaxprEqn, device: DeviceSpec, shapes: Sequence[Sequence[int]
     lhs_bytes, rhs_bytes, out_bytes = (math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
     is_sum = eqn.primitive.name in _SUMS
     n_groups, *matrix = (out if is_sum else rhs)[1:]
-    n_tiles = lhs[0] * lhs[1] * n_groups * tiles_of_group(lhs[2], eqn.params["n_rows"], eqn.params["n_groups"])
+    n_rows, n_whole_rows = lhs[1] * lhs[2], lhs[1] * eqn.params["n_rows"]
+    n_tiles = lhs[0] * n_groups * tiles_of_group(n_rows, n_whole_rows, eqn.params["n_groups"])
     if is_sum:
         sum_bytes = math.prod(matrix) * _SCORE_BYTES
         read_bytes = lhs_bytes + rhs_bytes + 2 * n_tiles * sum_bytes

@@ -31,7 +31,7 @@ from minialpa.tracing.trace import TracedStep
 from tests.helpers import trace
 
 V100 = ClusterSpec.preset("v100-p3.16xlarge", num_hosts=1, devices_per_host=4)
-N_LAYERS, WIDTH = 10, 16
+N_LAYERS, WIDTH, N_EXPERTS, N_DEVICES = 10, 16, 4, 2
 #: Numbers of micro-batches and rematerialisations of the steps. The whole step has the first pair.
 WAYS: tuple[tuple[int, Remat], ...] = ((2, "none"), (1, "dots"), (4, "full"), (2, "dots"), (1, "none"))
 
@@ -62,12 +62,12 @@ def solver_of(traced: TracedStep, n_layers: int) -> SublayerSolver:
 
 def of_whole(solver: SublayerSolver, n: int, remat: Remat) -> SublayerCosts:
     """The sublayers of the whole step: the result of a search that stages only the whole step."""
-    return solver._costs_of(solver._whole, n, remat)
+    return solver._costs_of(solver._whole, solver._staging(n, remat, N_DEVICES))
 
 
 def assert_same_problems(solver: SublayerSolver) -> None:
     for n, remat in WAYS:
-        found, expected = solver._sublayer_costs(n, remat), of_whole(solver, n, remat)
+        found, expected = solver._sublayer_costs(n, remat, N_DEVICES), of_whole(solver, n, remat)
         digests = [[sublayers.digests[place] for place in sublayers.place] for sublayers in (found, expected)]
         wrong = [sublayer for sublayer, (a, b) in enumerate(zip(*digests, strict=True)) if a != b]
         assert not wrong, (n, remat, wrong)
@@ -99,6 +99,22 @@ def decayed(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
 
 def weights(n: int = N_LAYERS) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * n
+
+
+def with_experts() -> TracedStep:
+    """Each layer sorts its tokens by expert."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            tokens = x.reshape(-1, WIDTH)
+            _, ids = jax.lax.top_k(tokens @ w[0, :, :N_EXPERTS], 1)
+            order, sizes = jnp.argsort(ids[:, 0]), jnp.bincount(ids[:, 0], length=N_EXPERTS)
+            out = jax.lax.ragged_dot(tokens[order], w, sizes)[jnp.argsort(order)]
+            x = x + out.reshape(x.shape)
+        return jnp.mean(x**2)
+
+    experts = [jax.ShapeDtypeStruct((N_EXPERTS, WIDTH, WIDTH), jnp.float32)] * N_LAYERS
+    return trained(loss, params=experts)
 
 
 EXAMPLES = jax.ShapeDtypeStruct((8, 4, WIDTH), jnp.float32)
@@ -151,12 +167,13 @@ SHORT = {
     "global norm": Case(lambda: trained(plain, clipped())),
     "two kinds in turn": Case(lambda: trained(alternating, params=weights(2 * N_LAYERS)), 2 * N_LAYERS),
     "dropout": Case(with_dropout),
+    "experts": Case(with_experts),
 }
 
 
 def short_of(solver: SublayerSolver) -> SublayeredStep | NotShortened | None:
     for n, remat in WAYS[:2]:
-        solver._sublayer_costs(n, remat)
+        solver._sublayer_costs(n, remat, N_DEVICES)
     return solver.short
 
 
@@ -233,7 +250,7 @@ def test_a_short_step_that_cannot_be_split_is_not_used(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sublayer_solver, "stage_step", refuses_short_steps)
     assert isinstance(short_of(solver), SublayeredStep)
-    assert solver._sublayer_costs(4, "none").kind == of_whole(solver, 4, "none").kind
+    assert solver._sublayer_costs(4, "none", N_DEVICES).kind == of_whole(solver, 4, "none").kind
     assert solver.short == NotShortened("by the test")
 
 
