@@ -17,10 +17,14 @@ from minialpa.errors import TraceError
 from minialpa.inter.schedule.schedules import PipelineSize, max_live
 from minialpa.inter.search.stage_cost import SublayerCost
 from minialpa.inter.search.stage_dp import StageAssignment, StageChoice, Start, choose_stages, step_seconds_of
+from minialpa.inter.search.stage_kernels import Ints
 from minialpa.inter.search.stage_tables import StageTables, place_of
 from minialpa.inter.search.sublayer_solver import SublayerSearch, SublayerSolver
 from minialpa.inter.search.submeshes import MEMORY_PRICES, Candidate, Column, Space, columns_of, first_views
 from minialpa.options import Remat
+
+#: Recomputed values join other kernels, so rematerialisation may save this part of the time; at most 0.001 was seen.
+_AS_FAST = 0.995
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,7 @@ class StageBounds:
         fastest = self.sublayers.cost(n, sublayer, free)
         if column.price == 0:
             tables.solve(sublayers, free, fastest)
+            self._raise_to_fastest(n, sublayers, column, fastest)
         elif tables.solved[sublayer, highest]:
             tables.solve(sublayers, self.columns.number[column], self.sublayers.cost(n, sublayer, prices[column.price]))
         else:
@@ -133,6 +138,22 @@ class StageBounds:
             cost = self.sublayers.cost(n, sublayer, highest)
             for c in prices[1:] if cost == fastest else (highest,):
                 tables.solve(sublayers, c, cost)
+
+    def _raise_to_fastest(self, n: int, sublayers: Ints, column: Column, fastest: SublayerCost) -> None:
+        """Raise the bounds of columns that cannot be faster than `fastest`, the cost in `column` without a price.
+
+        They have as much rematerialisation or more, on the same candidate without a price, for `n` or more
+        micro-batches. A price may save time of micro-batches at the cost of time per step.
+        """
+        if math.isinf(fastest.seconds):
+            return
+        remats = self.space.remats
+        later = [replace(column, remat=remat) for remat in remats[remats.index(column.remat) :]]
+        columns = [self.columns.number[one] for one in later]
+        for m in self.numbers:
+            if m >= n:
+                seconds = n / m * (fastest.seconds - fastest.adding_seconds) + fastest.adding_seconds * (n > 1)
+                self.tables[m].raise_seconds(sublayers, columns, _AS_FAST * seconds)
 
     # ---- logical shapes -------------------------------------------------------------------------------------------
 

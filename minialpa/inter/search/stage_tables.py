@@ -6,6 +6,7 @@ The search raises few bounds between two tables, so only sums of changed candida
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -84,6 +85,13 @@ class StageTables:
             self.by_name[name][sublayers, column] = getattr(cost, name)
         self.solved[sublayers, column] = True
         self.change(np.array([column]))
+
+    def raise_seconds(self, sublayers: Ints, columns: Sequence[int], seconds: float) -> None:
+        """Of costs that are not solved."""
+        at = np.ix_(sublayers, np.array(columns))
+        bounds, lower = self.by_name["seconds"], ~self.solved[at]
+        bounds[at] = np.where(lower, np.maximum(bounds[at], seconds), bounds[at])
+        self.change(np.array(columns))
 
     def learn(self, place: Place, seconds: float, step_seconds: float) -> None:
         self.exact[place] = seconds, step_seconds
