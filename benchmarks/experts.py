@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -103,10 +104,12 @@ def experts(size: Size) -> Rows:
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
 #: (experts, experts of a token, width, width inside an expert, tokens of a device)
-CELLS = [(8, 2, 1024, 4096, 8192), (32, 4, 2048, 1024, 8192), (128, 8, 4096, 1536, 4096)]
+CELLS = [(8, 2, 1024, 4096, 8192), (32, 4, 2048, 1024, 8192), (64, 6, 2048, 1408, 8192), (128, 8, 4096, 1536, 4096)]
 SKEWS = (1.0, 1.25, 2.0)
 #: Lengths of the axes: hosts, devices of a host.
 MESHES = [(1, 8), (2, 8)]
+#: Seconds per byte of all links, over the preset's.
+LINKS = (1.0, 4.0)
 #: All-gathered, all-reduced and all-to-all arrays, by primitive.
 _KINDS: dict[str, CollectiveKind] = {
     "all_gather": "all-gather",
@@ -226,45 +229,71 @@ RECIPES = ("hd: experts", "d: experts", "hd: gathered", "d: gathered", "hd: feat
 
 @benchmark("experts_recipes")
 def experts_recipes(size: Size) -> Rows:
-    """Bytes of collectives of a plan, over the least of hand recipes; arithmetic over routed rows."""
+    """Bytes of collectives of a plan, over the least of hand recipes; the same of collectives that cannot hide; planned
+    seconds, over the same step without gathers; arithmetic over routed rows."""
     rows: Rows = []
-    for cell, skew, lengths in itertools.product(CELLS, SKEWS, MESHES):
-        if size != "full" and (cell, skew, lengths) != (CELLS[1], SKEWS[1], MESHES[0]):
+    for cell, lengths, skew, slower in itertools.product(CELLS, MESHES, SKEWS, LINKS):
+        if size != "full" and (cell, skew, lengths, slower) != (CELLS[1], SKEWS[1], MESHES[0], LINKS[0]):
             continue
         n_experts, top_k, width, inner, tokens = cell
         tokens *= math.prod(lengths)
-        params, batch = arguments(n_experts, width, inner, tokens)
-        params |= {"in": jax.ShapeDtypeStruct((width, width), jnp.bfloat16)}
-        cluster = ClusterSpec.preset("h100", num_hosts=lengths[0], devices_per_host=lengths[1])
-        shapes = {(math.prod(lengths),), lengths if lengths[0] > 1 else lengths[1:]}
-        plans = [
-            minialpa.plan(
-                routed_step(n_experts, top_k),
-                (params, batch),
-                cluster=cluster,
-                method=ShardParallel(logical_shape=shape, auto_sharding_option=AutoShardingOption(expert_skew=skew)),
-                batch_argnums=1,
-            )
-            for shape in sorted(shapes)
-        ]
-        plan = min(plans, key=lambda plan: plan.cost.total_s)
-        by_recipe = {recipe: recipe_bytes(recipe, lengths, cell, skew) for recipe in RECIPES}
-        known = {recipe: n_bytes for recipe, n_bytes in by_recipe.items() if n_bytes is not None}
+        cluster = _with_slower_links(
+            ClusterSpec.preset("h100", num_hosts=lengths[0], devices_per_host=lengths[1]), slower
+        )
+        plan = _fastest(cell, cluster, AutoShardingOption(expert_skew=skew))
+        without_gathers = _fastest(cell, cluster, AutoShardingOption(expert_skew=skew, allow_all_gather=False))
+        known = _bytes_of_recipes(lengths, cell, skew)
         best = min(known, key=known.__getitem__)
-        planned = sum(one.times_per_step * one.n_bytes for one in plan.collectives)
+        planned, exposed = (
+            sum(c.times_per_step * c.n_bytes for c in plan.collectives if all_of_them or not c.can_hide)
+            for all_of_them in (True, False)
+        )
         routed = 2.0 * tokens * (9 * top_k * width * inner + 2 * width * width + 3 * width * n_experts)
         rows.append(
             {
                 "experts": n_experts,
                 "skew": skew,
                 "mesh": "x".join(map(str, lengths)),
+                "slower_links": slower,
                 "planned_ms": 1e3 * plan.cost.total_s,
-                "planned_mb": planned / 1e6,
-                "not_hidden_mb": sum(c.times_per_step * c.n_bytes for c in plan.collectives if not c.can_hide) / 1e6,
                 "recipe": best,
                 "recipe_mb": known[best] / 1e6,
                 "bytes_over_recipe": planned / known[best],
+                "exposed_over_recipe": exposed / known[best],
+                "seconds_over_no_gathers": plan.cost.total_s / without_gathers.cost.total_s,
                 "flops_over_routed": plan.model_flops / routed,
             }
         )
     return rows
+
+
+def _with_slower_links(cluster: ClusterSpec, slower: float) -> ClusterSpec:
+    links = (cluster.intra_host, cluster.inter_host)
+    intra, inter = (dataclasses.replace(one, beta_s_per_byte=slower * one.beta_s_per_byte) for one in links)
+    return dataclasses.replace(cluster, intra_host=intra, inter_host=inter)
+
+
+def _fastest(cell: tuple[int, ...], cluster: ClusterSpec, option: AutoShardingOption) -> minialpa.Plan:
+    """On one axis, or on hosts and devices of a host."""
+    n_experts, top_k, width, inner, tokens = cell
+    params, batch = arguments(n_experts, width, inner, tokens * cluster.n_devices)
+    params |= {"in": jax.ShapeDtypeStruct((width, width), jnp.bfloat16)}
+    shapes: list[tuple[int, ...]] = [(cluster.n_devices,)]
+    shapes += [(cluster.num_hosts, cluster.devices_per_host)] if cluster.num_hosts > 1 else []
+    plans = [
+        minialpa.plan(
+            routed_step(n_experts, top_k),
+            (params, batch),
+            cluster=cluster,
+            method=ShardParallel(logical_shape=shape, auto_sharding_option=option),
+            batch_argnums=1,
+        )
+        for shape in shapes
+    ]
+    return min(plans, key=lambda plan: plan.cost.total_s)
+
+
+@functools.cache
+def _bytes_of_recipes(lengths: tuple[int, ...], cell: tuple[int, ...], skew: float) -> dict[str, float]:
+    by_recipe = {recipe: recipe_bytes(recipe, lengths, cell, skew) for recipe in RECIPES}
+    return {recipe: n_bytes for recipe, n_bytes in by_recipe.items() if n_bytes is not None}

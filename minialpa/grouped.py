@@ -34,7 +34,7 @@ grouped_sum_p = Primitive("minialpa_grouped_sum")
 
 #: The scope of a loop, with its expected mean number of iterations, for readers of compiled programs.
 TRIPS = "minialpa_trips_"
-#: The scope of a branch that balanced rows do not take.
+#: The scope of a loop that balanced rows do not need.
 NEVER = TRIPS + "0"
 #: Rows of a tile: at most this part of the mean group, for little arithmetic on rows of other groups.
 _PART = 0.15
@@ -56,9 +56,21 @@ def tiles_of_group(n_rows: int, n_whole_rows: int, n_groups: int) -> float:
 
 @functools.partial(jax.jit, static_argnames=("summed", "n_rows", "n_groups", "precision", "dtype"))
 def product(
-    lhs: Any, rhs: Any, *bounds: Any, summed: int, n_rows: int, n_groups: int, precision: Any, dtype: str
+    lhs: Any,
+    rhs: Any,
+    starts: Any,
+    ends: Any,
+    positions: Any,
+    out: Any = None,
+    *,
+    summed: int,
+    n_rows: int,
+    n_groups: int,
+    precision: Any,
+    dtype: str,
 ) -> list[Any]:
-    tiles = _Tiles(*bounds, n_rows, n_groups)
+    """out: results of rows without a group; zeros by default."""
+    tiles = _Tiles(starts, ends, positions, n_rows, n_groups)
     rows, matrices = lhs.reshape(-1, lhs.shape[-1]), rhs.reshape(-1, *rhs.shape[2:])
     options = {"precision": precision, "preferred_element_type": np.dtype(dtype)}
 
@@ -69,9 +81,11 @@ def product(
     def add_group(group: Any, out: Any) -> Any:
         return tiles.walk(group, functools.partial(put_tile, matrices[group]), out)
 
-    # Without the barrier, XLA fills the results of all products of the step at its start.
-    zero, rows, matrices = lax.optimization_barrier((jnp.zeros((), dtype), rows, matrices))
-    out = lax.fori_loop(0, len(matrices), add_group, jnp.full((len(rows), rhs.shape[5 - summed]), zero))
+    if out is None:
+        # Without the barrier, XLA fills the results of all products of the step at its start.
+        zero, rows, matrices = lax.optimization_barrier((jnp.zeros((), dtype), rows, matrices))
+        out = jnp.full((len(rows), rhs.shape[5 - summed]), zero)
+    out = lax.fori_loop(0, len(matrices), add_group, out.reshape(len(rows), -1))
     return [out.reshape(*lhs.shape[:3], -1)]
 
 
@@ -80,7 +94,10 @@ def sum_of_products(
     lhs: Any, rhs: Any, *bounds: Any, n_rows: int, n_groups: int, precision: Any, dtype: str
 ) -> list[Any]:
     tiles = _Tiles(*bounds, n_rows, n_groups)
-    factors = [array.reshape(-1, array.shape[-1]) for array in (lhs, rhs)]
+    # As in `product`.
+    zero, *factors = lax.optimization_barrier(
+        (jnp.zeros((), dtype), *(array.reshape(-1, array.shape[-1]) for array in (lhs, rhs)))
+    )
     wide = np.promote_types(dtype, np.float32) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(dtype)
     options = {"precision": precision, "preferred_element_type": wide}
 
@@ -89,8 +106,12 @@ def sum_of_products(
         return total + lax.dot_general(left, right, (((0,), (0,)), ((), ())), **options)
 
     shape = lhs.shape[-1], rhs.shape[-1]
-    groups = jnp.arange(tiles.n_matrices)
-    out = lax.map(lambda group: tiles.walk(group, add_tile, jnp.zeros(shape, wide)).astype(dtype), groups)
+
+    def put_group(group: Any, out: Any) -> Any:
+        total = tiles.walk(group, add_tile, jnp.full(shape, zero.astype(wide)))
+        return lax.dynamic_update_index_in_dim(out, total.astype(dtype), group, 0)
+
+    out = lax.fori_loop(0, tiles.n_matrices, put_group, jnp.full((tiles.n_matrices, *shape), zero))
     return [out.reshape(lhs.shape[0], -1, *shape)]
 
 

@@ -253,7 +253,7 @@ class PipeshardParallel:
             n_micro_batches=self.num_micro_batches,
             schedule=self.pipeline_schedule,
             layers=self._layers(),
-            stages=_with_attention(self._stages(), attention_of(self)),
+            stages=_with_shared(self._stages(), attention=attention_of(self), expert_skew=expert_skew_of(self)),
             sharding=self.default_auto_sharding_option or AutoShardingOption(),
         )
 
@@ -491,6 +491,10 @@ def attention_of(method: Method | FollowingMethod | Plan) -> Attention:
     return "written" if isinstance(method, CreateStateParallel) else _option_of(method).attention
 
 
+def expert_skew_of(method: Method | FollowingMethod | Plan) -> float:
+    return _option_of(method).expert_skew
+
+
 def _option_of(method: Method | FollowingMethod | Plan) -> AutoShardingOption:
     """Of its first stage, if stages differ."""
     match method:
@@ -507,28 +511,28 @@ def _option_of(method: Method | FollowingMethod | Plan) -> AutoShardingOption:
     return AutoShardingOption() if option is None else option
 
 
-def _with_attention(stages: StageOption, attention: Attention) -> StageOption:
-    """`stages` with the method's attention. Raises ShardingError for a stage that asks for another one."""
+def _with_shared(stages: StageOption, **shared: Any) -> StageOption:
+    """`stages` with these fields of the method's option. Raises ShardingError for a stage that asks for others."""
+    default = {name: getattr(AutoShardingOption(), name) for name in shared}
     match stages:
         case UniformStageOption(submesh_autosharding_option=AutoShardingOption() as option):
-            own = [option.attention]
+            own = [{name: getattr(option, name) for name in shared}]
             new: StageOption = dataclasses.replace(
-                stages, submesh_autosharding_option=dataclasses.replace(option, attention=attention)
+                stages, submesh_autosharding_option=dataclasses.replace(option, **shared)
             )
         case ManualStageOption(submesh_autosharding_option_dicts=dicts) if dicts:
-            own = [fields.get("attention", "auto") for fields in dicts]
-            changed = tuple({**fields, "attention": attention} for fields in dicts)
+            own = [{name: fields.get(name, default[name]) for name in shared} for fields in dicts]
+            changed = tuple({**fields, **shared} for fields in dicts)
             new = dataclasses.replace(stages, submesh_autosharding_option_dicts=changed)
         case _:
             return stages
-    for asked in own:
-        if asked not in ("auto", attention):
+    for name, asked in (item for fields in own for item in fields.items()):
+        if asked not in (default[name], shared[name]):
             raise ShardingError(
-                f"The option of a stage has `attention={asked!r}`, but the method has `attention={attention!r}`, and "
-                "all stages share one value. Set "
-                f"`default_auto_sharding_option=AutoShardingOption(attention={asked!r})`."
+                f"The option of a stage has `{name}={asked!r}`, but the method has `{name}={shared[name]!r}`, and "
+                f"all stages share one value. Set `default_auto_sharding_option=AutoShardingOption({name}={asked!r})`."
             )
-    return stages if all(asked == attention for asked in own) else new
+    return stages if all(fields == shared for fields in own) else new
 
 
 Method = ShardParallel | PipeshardParallel | AutoParallel

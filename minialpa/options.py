@@ -67,7 +67,7 @@ class AutoShardingOption:
             recognised ones, "auto" those with more than 128 * 128 scores per head, "written" leaves the step unchanged.
             Equal for all stages.
         expert_skew: at least 1. Devices that share experts have memory, and send arrays, for this many times their mean
-            number of rows; more rows take more time. The default option of the method counts.
+            number of rows; more rows take more time. Stages share one value.
     """
 
     enable_auto_sharding: bool = True

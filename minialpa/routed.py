@@ -6,8 +6,8 @@ groups, slots from `foreign_starts` to `foreign_ends` rows of any of the y e gro
     product: out[y x c n] = sum_k lhs[y x c k] rhs[g k n], for slot c of group g
     sum:     out[g k n] = sum_(y x c) lhs[y x c k] rhs[y x c n], over the slots of group g
 
-Devices may share the owners. If a foreign slot is in use, they receive the matrices of each device, or sum its results,
-in turn. Otherwise, they send nothing.
+Devices may share the owners. If a foreign slot is in use, they receive each matrix, or sum its results, in turn.
+Otherwise, they send nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ routed_sum_p = Primitive("minialpa_routed_sum")
 
 PRIMITIVES = (routed_product_p, routed_sum_p)
 
+#: Of a matrix that devices send at once, for little memory.
+_MOST_ELEMENTS = 1 << 22
+
 
 @dataclass(frozen=True, slots=True)
 class OwnerDevices:
@@ -56,55 +59,60 @@ class OwnerDevices:
 
     def summed(self, array: Any, device: Any) -> Any:
         """On one device, the sum; on others, zeros."""
-        return jnp.where(self.number == device, lax.psum(array, self.names), 0) if self.names else array
+        if not self.names:
+            return array
+        # Without the barrier, XLA moves the sum out of the loop that adds it, where it always runs.
+        return jnp.where(self.number == device, lax.optimization_barrier(lax.psum(array, self.names)), 0)
 
 
 def _product(devices: OwnerDevices, lhs: Any, rhs: Any, *bounds: Any, **params: Any) -> list[Any]:
-    def add_part(device: Any, out: Any, lhs: Any, rhs: Any, *bounds: Any) -> Any:
-        (made,) = product(_joined(lhs), _joined(devices.received(rhs, device)), *bounds, **params)
-        return out + made.reshape(out.shape)
-
     (out,) = product(lhs, rhs, *bounds[:3], **params)
-    return _with_foreign_slots(devices, add_part, bounds[0].shape[-1], out, lhs, rhs, *bounds[2:])
+
+    def part(device: Any, group: Any, column: Any, old: Any, *bounds: Any) -> Any:
+        matrix = lax.dynamic_slice_in_dim(_joined(rhs), group, 1, 1)
+        matrix = lax.dynamic_slice_in_dim(matrix, column, old.shape[3], 5 - params["summed"])
+        return product(_joined(lhs), devices.received(matrix, device), *bounds, old, **params)[0]
+
+    return [_with_foreign_slots(devices, part, out, rhs.shape[params["summed"]], *bounds[2:])]
 
 
 def _sum(devices: OwnerDevices, lhs: Any, rhs: Any, *bounds: Any, dtype: str, **params: Any) -> list[Any]:
     wide = np.promote_types(dtype, np.float32).name if jnp.issubdtype(dtype, jnp.inexact) else dtype
-
-    def add_part(device: Any, out: Any, lhs: Any, rhs: Any, *bounds: Any) -> Any:
-        (made,) = sum_of_products(_joined(lhs), _joined(rhs), *bounds, dtype=wide, **params)
-        return (out + devices.summed(made.reshape(out.shape), device)).astype(dtype)
-
     (out,) = sum_of_products(lhs, rhs, *bounds[:3], dtype=dtype, **params)
-    return _with_foreign_slots(devices, add_part, bounds[0].shape[-1], out, lhs, rhs, *bounds[2:])
+
+    def part(device: Any, group: Any, column: Any, old: Any, *bounds: Any) -> Any:
+        columns = lax.dynamic_slice_in_dim(_joined(rhs), column, old.shape[3], 3)
+        (made,) = sum_of_products(_joined(lhs), columns, *bounds, dtype=wide, **params)
+        before = lax.dynamic_slice_in_dim(old, group, 1, 1)
+        return lax.dynamic_update_slice_in_dim(old, (before + devices.summed(made, device)).astype(dtype), group, 1)
+
+    return [_with_foreign_slots(devices, part, out, lhs.shape[3], *bounds[2:])]
 
 
 def _with_foreign_slots(
-    devices: OwnerDevices,
-    add_part: Callable[..., Any],
-    n_each: int,
-    out: Any,
-    lhs: Any,
-    rhs: Any,
-    positions: Any,
-    *bounds: Any,
-) -> list[Any]:
-    """`out` after `add_part` for the matrices of each device, `n_each` of an owner. bounds: of all foreign slots."""
+    devices: OwnerDevices, part: Callable[..., Any], out: Any, height: int, positions: Any, *bounds: Any
+) -> Any:
+    """`out` with `part` for some columns of each matrix of each device in turn, if a foreign slot is in use.
 
-    def add_all(out: Any, lhs: Any, rhs: Any) -> Any:
-        n_owners = lhs.shape[0]
-        here = [lax.dynamic_slice_in_dim(one, devices.number * n_owners, n_owners, 0) for one in bounds]
-        n_groups = n_owners * n_each
+    height: of a matrix. bounds: of all foreign slots.
+    """
+    n_owners, n_all, width = out.shape[0], bounds[0].shape[2], out.shape[3]
+    n_parts = next(
+        n for n in range(1, width + 1) if n == width or (width % n == 0 and height * width <= n * _MOST_ELEMENTS)
+    )
+    columns, n_groups = width // n_parts, n_all // devices.n
+    here = [lax.dynamic_slice_in_dim(one, devices.number * n_owners, n_owners, 0) for one in bounds]
 
-        def body(device: Any, out: Any) -> Any:
-            part = [_joined(lax.dynamic_slice_in_dim(one, device * n_groups, n_groups, 2)) for one in here]
-            return add_part(device, out, lhs, rhs, *part, positions)
-
-        return lax.fori_loop(0, devices.n, body, out) if devices.n > 1 else body(0, out)
+    def body(i: Any, out: Any) -> Any:
+        group, column = i // n_parts, i % n_parts * columns
+        groups = [_joined(lax.dynamic_slice_in_dim(one, group, 1, 2)) for one in here]
+        old = lax.dynamic_slice_in_dim(_joined(out), column, columns, 3)
+        new = part(group // n_groups, group % n_groups, column, old, *groups, positions)
+        return lax.dynamic_update_slice_in_dim(_joined(out), new, column, 3).reshape(out.shape)
 
     starts, ends = bounds
-    with jax.named_scope(NEVER):
-        return [lax.cond(jnp.any(starts < ends), add_all, lambda out, *_: out, out, lhs, rhs)]
+    with jax.named_scope(NEVER):  # a loop keeps its carry in place, where a branch copies it
+        return lax.fori_loop(0, jnp.where(jnp.any(starts < ends), n_all * n_parts, 0), body, out)
 
 
 def _joined(array: Any) -> Any:

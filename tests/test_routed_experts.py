@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from minialpa import (
     ShardParallel,
     UniformStageOption,
 )
+from minialpa.ir.equations import all_equations
 from minialpa.routing import tables
 from minialpa.routing.rows import RowSharing, with_rows_in_slots
 from minialpa.routing.slots import SlotShape, slots_of
@@ -138,16 +140,89 @@ def _loss(layer: Layer) -> Callable[[Any, Any], Any]:
     return lambda p, x: jnp.sum(jnp.sin(layer(p, x)))
 
 
-@pytest.mark.parametrize("layer", [_plain, _repeated, _weighed_in_order, _with_biases, jax.checkpoint(_plain)])
-def test_rows_sorted_by_expert_are_found(layer: Layer) -> None:
-    found, names = _rewritten(layer)
+def _with_float_counts(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    ids = chosen.reshape(-1)
+    order, sizes = jnp.argsort(ids), jax.nn.one_hot(ids, EXPERTS).sum(0).astype(jnp.int32)
+    token = jnp.repeat(jnp.arange(len(x)), TOP_K)[order]
+    out = _experts(p, x[token], sizes) * weights.reshape(-1)[order][:, None]
+    return jax.ops.segment_sum(out, token, num_segments=len(x))
+
+
+def _placed(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    ids, order = lax.sort_key_val(chosen.reshape(-1), jnp.arange(chosen.size))
+    out = _experts(p, x[order // TOP_K], jnp.bincount(chosen.reshape(-1), length=EXPERTS)) + p["bias"][ids]
+    out = jnp.zeros((chosen.size, WIDTH)).at[order].set(out)
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, WIDTH), weights)
+
+
+def _in_scan(layer: Layer, p: Any, x: Any, **options: Any) -> Any:
+    stack = jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), p)
+
+    def body(h: Any, p: Any) -> Any:
+        return h + 0.1 * layer(p, h), None
+
+    return lax.scan(jax.checkpoint(body, **options) if options else body, x, stack)[0]
+
+
+PROVEN = {
+    "plain": _plain,
+    "repeated": _repeated,
+    "weighed": _weighed_in_order,
+    "biases": _with_biases,
+    "float counts": _with_float_counts,
+    "placed": _placed,
+    "scan": functools.partial(_in_scan, _plain),
+    "scan of sorted rows": functools.partial(_in_scan, _with_float_counts),
+}
+
+
+@pytest.mark.parametrize("layer", PROVEN)
+def test_rows_sorted_by_expert_are_found(layer: str) -> None:
+    found, names = _rewritten(PROVEN[layer])
     assert found and names["minialpa_routed_product"] == 6 and names["minialpa_routed_sum"] == 3
-    assert not any("grouped" in name for name in names)
+    assert names["sort"] == 2 and not any("grouped" in name for name in names)
 
 
-@pytest.mark.parametrize("layer", [_wrong_sizes, _by_place])
-def test_rows_that_depend_on_their_place_stay_as_written(layer: Layer) -> None:
-    assert not _rewritten(layer)[0]
+@pytest.mark.parametrize("layer", [jax.checkpoint(_plain), functools.partial(_in_scan, _plain, prevent_cse=False)])
+def test_recomputed_products_are_recomputed_in_slots(layer: Layer) -> None:
+    found, names = _rewritten(layer)
+    assert found and names["minialpa_routed_product"] == 9 and names["minialpa_routed_sum"] == 3
+
+
+def _descending(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    ids = chosen.reshape(-1)
+    order, sizes = jnp.argsort(ids, descending=True), jnp.bincount(ids, length=EXPERTS)[::-1]
+    out = _experts({name: w[::-1] for name, w in p.items()}, x[order // TOP_K], sizes)
+    out = out[jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))]
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, WIDTH), weights)
+
+
+def _with_sorted_values(p: Any, x: Any) -> Any:
+    weights, chosen = _chosen(p, x)
+    token = jnp.repeat(jnp.arange(len(x)), TOP_K)
+    ids, token, weights = lax.sort((chosen.reshape(-1), token, weights.reshape(-1)), num_keys=1)
+    out = _experts(p, x[token], jnp.diff(jnp.searchsorted(ids, jnp.arange(EXPERTS + 1)))) * weights[:, None]
+    return jnp.zeros_like(x).at[token].add(out)
+
+
+def _of_any_ids(p: Any, x: Any) -> Any:
+    """Some ids are negative, others are at least the number of experts."""
+    ids = jnp.round(12 * x[:, :TOP_K] - 2).astype(jnp.int32).reshape(-1)
+    order, sizes = jnp.argsort(ids), jax.nn.one_hot(ids, EXPERTS, dtype=jnp.int32).sum(0)
+    return 0.1 * _experts(p, x[order // TOP_K], sizes)[jnp.argsort(order)].reshape(-1, TOP_K, WIDTH).sum(1)
+
+
+@pytest.mark.parametrize("layer", [_wrong_sizes, _descending, _with_sorted_values, _of_any_ids])
+def test_any_order_and_any_sizes_are_found(layer: Layer) -> None:
+    found, names = _rewritten(layer)
+    assert found and names["minialpa_routed_product"] == 6 and not any("grouped" in name for name in names)
+
+
+def test_rows_that_depend_on_their_place_stay_as_written() -> None:
+    assert not _rewritten(_by_place)[0]
 
 
 def _last_row_differs(p: Any, x: Any) -> Any:
@@ -172,8 +247,8 @@ def _rewritten(layer: Layer) -> tuple[bool, Counter[str]]:
     new = with_rows_in_slots(traced, RowSharing(n_micro_batches=1, n_devices=8, skew=1.0))
     results = jax.jit(lambda *leaves: eval_flat(new.flat, leaves))(*jax.tree.leaves(arguments))
     for expected, one in zip(jax.tree.leaves(jax.jit(step)(*arguments)), results, strict=True):
-        np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-4)
-    return new is not traced, Counter(eqn.primitive.name for eqn in new.flat.eqns)
+        np.testing.assert_allclose(one, expected, rtol=1e-3, atol=1e-3)
+    return new is not traced, Counter(eqn.primitive.name for eqn in all_equations(new.flat))
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -185,7 +260,10 @@ METHODS = {
     "micro-batches": ShardParallel(num_micro_batches=2),
     "more micro-batches than devices": ShardParallel(num_micro_batches=16),
     "pipeline": PipeshardParallel(num_micro_batches=4, stage_option=UniformStageOption(2)),
+    "scan": ShardParallel(auto_sharding_option=AutoShardingOption(allow_all_gather=False)),
+    "any order": ShardParallel(auto_sharding_option=AutoShardingOption(allow_all_gather=False)),
 }
+LAYERS = {"scan": PROVEN["scan"], "any order": _with_sorted_values}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -194,7 +272,7 @@ def test_devices_compute_what_one_device_computes(method: str) -> None:
 
     def loss(p: Any, batch: Any) -> Any:
         x = batch[0] @ p["in"]
-        return jnp.sum((x + _plain(p, x)) * batch[1])
+        return jnp.sum((x + LAYERS.get(method, _plain)(p, x)) * batch[1])
 
     def step(p: Any, batch: Any) -> Any:
         return minialpa.value_and_grad(loss)(p, batch)

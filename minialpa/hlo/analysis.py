@@ -185,7 +185,7 @@ def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, in
         for name in instruction.called("body", "condition"):
             yield name, instruction.n_trips
     elif instruction.opcode == "conditional":
-        for name in instruction.branches:
+        for name in instruction.called("branch_computations", "true_computation", "false_computation"):
             yield name, 1
     # The end of an asynchronous call names the computation of the start.
     elif instruction.opcode not in ("async-update", "async-done"):

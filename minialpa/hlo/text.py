@@ -36,7 +36,9 @@ class Instruction:
 
     @property
     def n_trips(self) -> int:
-        """Of a `while`; 1 if XLA does not print it."""
+        """Of a `while`: 1 if XLA does not print it, and 0 of `minialpa.grouped.NEVER`."""
+        if re.search(r'minialpa_trips_0/while"', self.attributes):
+            return 0
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(known[1]) if known else 1
 
@@ -45,14 +47,6 @@ class Instruction:
         """`n_trips`, or the mean number in the scope of a loop over tiles (`minialpa.grouped`)."""
         expected = re.search(r'minialpa_trips_([\d.]+)/while"', self.attributes)
         return float(expected[1]) if expected else self.n_trips
-
-    @property
-    def branches(self) -> tuple[str, ...]:
-        """Of a `conditional`, without the branch that never runs (`minialpa.grouped.NEVER`)."""
-        found = self.called("branch_computations", "true_computation", "false_computation")
-        if not re.search(r'minialpa_trips_0/cond"', self.attributes):
-            return found
-        return self.called("false_computation") or found[:1]
 
     def called(self, *keys: str) -> tuple[str, ...]:
         """In the attributes `keys`, such as `body` or `branch_computations`."""

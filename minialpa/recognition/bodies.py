@@ -1,4 +1,4 @@
-"""Attentions in the bodies of scans, loops and branches: the equations of a program in, rewritten equations out.
+"""Rewrites the bodies of scans, loops and branches, for attentions: equations of a program in, new ones out.
 
 A scan over layers and the scan of its derivative are rewritten together. A row that the first stacks and the second
 reads is a value of the same iteration, so one iteration of both is one program in two sections:
@@ -32,40 +32,33 @@ from minialpa.ir.equations import (
     type_of,
     with_each_body,
 )
-from minialpa.recognition.emission import Operands
-from minialpa.recognition.rewriting import NewEquation, Written, rewrite
+from minialpa.recognition.rewriting import NewEquation, Written
 from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, variables_in, with_rows
 from minialpa.tracing.flattening import flatten_calls
 
-ShouldRewrite = Callable[[Operands], bool]
+#: From equations, their results, `Written`, and the section of each equation (empty for one section), to the equations
+#: in their place; None if they stay.
+Rewrite = Callable[[Sequence[JaxprEqn], Sequence[Atom], Written, Sequence[int]], list[NewEquation] | None]
 #: For the number of an equation, the equations that replace it.
 Changed = dict[int, list[JaxprEqn]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """`should_rewrite` accepts the operands of an attention that becomes an operation."""
-
     eqns: Sequence[JaxprEqn]
     outvars: Sequence[Atom]
     written: Written
-    should_rewrite: ShouldRewrite
+    rewrite: Rewrite
 
     def rewritten(self, section: Sequence[int] = ()) -> list[NewEquation] | None:
-        """Without bodies; None without attentions."""
-        return rewrite(
-            self.eqns, self.outvars, self.written, lambda operands, _: self.should_rewrite(operands), section=section
-        )
+        """Without bodies; None if they stay."""
+        return self.rewrite(self.eqns, self.outvars, self.written, section)
 
 
-def with_recognised_bodies(
-    flat: Block, outvars: Sequence[Atom], should_rewrite: ShouldRewrite
-) -> list[NewEquation] | None:
-    """None without attentions."""
+def with_rewritten_bodies(flat: Block, outvars: Sequence[Atom], rewrite: Rewrite) -> list[NewEquation] | None:
+    """None if they stay."""
     written = Written(consts=dict(zip(flat.constvars, flat.consts, strict=True)))
-    return _rewritten_in_bodies(
-        _Program(eqns=flat.eqns, outvars=outvars, written=written, should_rewrite=should_rewrite)
-    )
+    return _rewritten_in_bodies(_Program(eqns=flat.eqns, outvars=outvars, written=written, rewrite=rewrite))
 
 
 def _rewritten_in_bodies(program: _Program) -> list[NewEquation] | None:
@@ -114,7 +107,7 @@ def _changed_alone(program: _Program, i: int) -> Changed:
     if eqn.primitive.name == "scan":
         scan = _scan_alone(program, eqn)
         return {} if scan is None else {i: scan}
-    changed = with_each_body(lambda closed: _with_equations(closed, program.should_rewrite), eqn)
+    changed = with_each_body(lambda closed: _with_equations(closed, program.rewrite), eqn)
     return {} if changed is eqn else {i: [changed]}
 
 
@@ -126,13 +119,11 @@ def _changed_pair(program: _Program, i: int, k: int) -> Changed:
 # ---- loops and branches --------------------------------------------------------------------------------------------
 
 
-def _with_equations(closed: ClosedJaxpr, should_rewrite: ShouldRewrite) -> ClosedJaxpr:
+def _with_equations(closed: ClosedJaxpr, rewrite: Rewrite) -> ClosedJaxpr:
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     written = Written(consts=consts)
-    new = _rewritten_everywhere(
-        _Program(eqns=flat.eqns, outvars=flat.outvars, written=written, should_rewrite=should_rewrite)
-    )
+    new = _rewritten_everywhere(_Program(eqns=flat.eqns, outvars=flat.outvars, written=written, rewrite=rewrite))
     if new is None:
         return closed
 
@@ -146,7 +137,7 @@ def _with_equations(closed: ClosedJaxpr, should_rewrite: ShouldRewrite) -> Close
 
 
 def _rewritten_everywhere(program: _Program) -> list[JaxprEqn] | None:
-    """Also inside bodies; None without attentions."""
+    """Also inside bodies; None if they stay."""
     own = program.rewritten()
     chosen = list(program.eqns) if own is None else [one.eqn for one in own]
     inner = _rewritten_in_bodies(replace(program, eqns=chosen))
@@ -173,10 +164,7 @@ def _program_of_bodies(program: _Program, eqns: Sequence[JaxprEqn], results: Seq
 
 
 def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
-    """Scans i and k, which reads stacks of i, with their common attentions as operations; None without any.
-
-    The new first scan stacks only values with a reader.
-    """
+    """Scans i and k, which reads stacks of i, rewritten together; the new first scan stacks only what has a reader."""
     first = read_body(program.eqns[i], {})
     second = read_body(program.eqns[k], {array: atom for atom, array in first.stacked})
     first_only = replace(first, stacked=_stacks_read_elsewhere(program, first, k))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from minialpa.ir.op import Origin
-from minialpa.recognition.bodies import with_recognised_bodies
+from minialpa.recognition.bodies import with_rewritten_bodies
 from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
 from minialpa.tracing.trace import TracedStep
@@ -30,16 +31,19 @@ def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
         layers = {step.origins[i].layer for i in dropped if step.origins[i].direction != "other"}
         return should_rewrite(operands) and len(layers) <= 1
 
+    def rewrite_body(eqns: Any, results: Any, written: Written, section: Any) -> list[NewEquation] | None:
+        return rewrite(eqns, results, written, lambda operands, _: should_rewrite(operands), section)
+
     outvars = (*flat.outvars, *step.gradients)
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     new = rewrite(flat.eqns, outvars, Written(consts=consts), accept)
     if new is not None:
-        step = _with_equations(step, new)
-    bodies = with_recognised_bodies(step.flat, (*step.flat.outvars, *step.gradients), should_rewrite)
-    return step if bodies is None else _with_equations(step, bodies)
+        step = with_equations(step, new)
+    bodies = with_rewritten_bodies(step.flat, outvars, rewrite_body)
+    return step if bodies is None else with_equations(step, bodies)
 
 
-def _with_equations(step: TracedStep, new: Sequence[NewEquation]) -> TracedStep:
+def with_equations(step: TracedStep, new: Sequence[NewEquation]) -> TracedStep:
     origins = [_origin(one, step.origins) for one in new]
     # The numbers of groups must have no gaps.
     groups = sorted({origin.group for origin in origins if origin.group is not None})

@@ -7,7 +7,10 @@ proof that an index is the place in the order, or its quotient by the experts of
     rows in     gather(tokens, order // k), scatter-add(0, inverse, rows)
     rows out    gather(rows, inverse), scatter(_, order, rows), scatter-add(0, order // k, rows)
 
-The groups must count the ids that are sorted, which must be below the number of groups.
+If the groups count the sorted ids, which are below the number of groups, blocks of rows are sorted on their own.
+Otherwise the place of a row in the order tells its group, for any permutation and any sizes.
+
+Bodies of scans over layers are rewritten together with those of their derivatives (`recognition.bodies`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,18 +30,33 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.grouped import grouped_product_p, grouped_sum_p
 from minialpa.ir.block import Block
-from minialpa.ir.equations import Atom, aval_of, is_literal, live_equations, reading, shape_of
+from minialpa.ir.equations import (
+    Atom,
+    all_equations,
+    aval_of,
+    is_literal,
+    live_equations,
+    operand_vars,
+    reading,
+    shape_of,
+)
+from minialpa.ir.op import Op
+from minialpa.recognition.bodies import with_rewritten_bodies
+from minialpa.recognition.rewriting import NewEquation, Written
+from minialpa.recognition.step import with_equations
 from minialpa.routed import routed_product_p, routed_sum_p
+from minialpa.routing.orders import Orders, Unrepeated, filled, is_lookup, sorted_by_gathers
 from minialpa.routing.slots import Slots, SlotShape, from_slots, slots_of, to_slots
 from minialpa.routing.tables import Tables
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.rules.shards import run_rows
+from minialpa.support.identity import ById
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.new_equations import EquationMaker
 from minialpa.tracing.trace import TracedStep
-from minialpa.tracing.values import ValueNumbering, producers_of
+from minialpa.tracing.values import ValueNumbering
 
 _GROUPED = (grouped_product_p, grouped_sum_p)
 #: Primitives that keep the bounds of integers.
@@ -46,7 +64,7 @@ _SAME_ELEMENTS = ("convert_element_type", "copy", "reshape", "slice", "squeeze",
 
 
 def has_grouped_products(step: TracedStep) -> bool:
-    return any(eqn.primitive in _GROUPED for eqn in step.flat.eqns)
+    return any(one.primitive in _GROUPED for one in all_equations(step.flat))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +87,62 @@ def with_rows_in_slots(step: TracedStep, sharing: RowSharing, proofs: Proofs | N
     """
     if sharing.n_devices * sharing.n_micro_batches == 1 or not has_grouped_products(step):
         return step
-    writer = _Writer(step, sharing, {} if proofs is None else proofs)
-    written = [writer.write(eqn) for eqn in step.flat.eqns]
-    flat = step.flat.with_each_written_as(written)
-    is_live = live_equations(flat.eqns, (*flat.outvars, *step.gradients))
-    ops = tuple(itertools.compress(flat.ops, is_live))
+    proofs = {} if proofs is None else proofs
+    outvars = (*step.flat.outvars, *step.gradients)
+
+    def rewrite(
+        eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], written: Written, section: Sequence[int]
+    ) -> list[NewEquation] | None:
+        return _rewritten(eqns, outvars, written, section or (0,) * len(eqns), sharing, proofs)
+
+    own = rewrite(step.flat.eqns, outvars, Written(), ())
+    step = step if own is None else with_equations(step, own)
+    bodies = with_rewritten_bodies(step.flat, outvars, rewrite)
+    return step if bodies is None else with_equations(step, bodies)
+
+
+def _rewritten(
+    eqns: Sequence[JaxprEqn],
+    outvars: Sequence[Atom],
+    written: Written,
+    section: Sequence[int],
+    sharing: RowSharing,
+    proofs: Proofs,
+) -> list[NewEquation] | None:
+    n_rows = {math.prod(shape_of(eqn.invars[0])[1:3]) for eqn in eqns if eqn.primitive in _GROUPED}
+    if not n_rows:
+        return None
+    producers = {**written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
+    read = {var for eqn in eqns for var in operand_vars(eqn)} | {atom for atom in outvars if not is_literal(atom)}
+    maker = EquationMaker()
+    placed: list[NewEquation] = []
+    for i, eqn in enumerate(eqns):
+        is_sort = eqn.primitive.name == "sort" and shape_of(eqn.invars[0]) in {(n,) for n in n_rows}
+        new = sorted_by_gathers(eqn, producers, read, maker) if is_sort else [eqn]
+        placed += [NewEquation(eqn=one, place=i) for one in new]
+    producers |= {var: one.eqn for one in placed for var in one.eqn.outvars}
+    numbers = {order: f"order {i}" for i, order in enumerate(Orders([one.eqn for one in placed], producers).of)}
+
+    def is_permutation(index: Atom) -> bool:
+        tables = Tables(producers, numbers.get, shape_of(index)[0], proofs=proofs)
+        base = tables.base_of(index)
+        return base is not None and tables.is_quotient(index, base, 1)
+
+    unrepeated = Unrepeated(producers, is_permutation)
+    placed = [replace(one, eqn=unrepeated.write(one.eqn)) for one in placed]
+    writer = _Writer([one.eqn for one in placed], [section[one.place] for one in placed], producers, sharing, proofs)
+    found = [replace(one, eqn=new) for one in placed for new in writer.write(one.eqn)]
+    is_live = live_equations([one.eqn for one in found], outvars)
+    found = list(itertools.compress(found, is_live))
     # Products that remain as written would be computed twice.
-    remaining = {op.eqn for op in ops} & {eqn for eqn in step.flat.eqns if eqn in writer.products}
-    if remaining or not writer.products:
-        return step
-    return replace(step, flat=replace(flat, ops=ops))
+    return None if not writer.products or writer.products & {one.eqn for one in found} else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Route:
-    """A sort of ids [m]. ids: their number. slots: variables."""
+    """order: its number. slots: variables."""
 
-    ids: int
+    order: int
     shape: SlotShape
     slots: Slots
 
@@ -104,15 +161,19 @@ class _RowsInSlots:
 
 
 class _Writer:
-    def __init__(self, step: TracedStep, sharing: RowSharing, proofs: Proofs) -> None:
-        flat = step.flat
+    def __init__(
+        self,
+        eqns: Sequence[JaxprEqn],
+        section: Sequence[int],
+        producers: Mapping[Atom, JaxprEqn],
+        sharing: RowSharing,
+        proofs: Proofs,
+    ) -> None:
         self.sharing = sharing
-        self.producers = producers_of(flat)
-        self.values = ValueNumbering()
-        for i, var in enumerate(flat.invars):
-            self.values.name(var, ("argument", i))
-        self.values.run(_without_barriers(flat))
-        for eqn in flat.eqns:
+        self.section = dict(zip(eqns, section, strict=True))
+        self.producers = {**producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
+        self.values, self.own_values = _numbered(_without_barriers(eqns)), _numbered(eqns)
+        for eqn in eqns:
             if eqn.primitive.name == "optimization_barrier":
                 self.values.of.update(
                     (var, self.values.read(atom)) for atom, var in zip(eqn.invars, eqn.outvars, strict=True)
@@ -126,24 +187,34 @@ class _Writer:
         self.tables: dict[_Route, Tables] = {}
         #: By array of rows, the operand of products.
         self.plain: dict[Atom, Atom] = {}
-        self.rows_of_number: dict[int, _RowsInSlots] = {}
+        self.rows_of_number: dict[Hashable, _RowsInSlots] = {}
         #: Products in slots.
         self.products: set[JaxprEqn] = set()
         self.lookups = [
             eqn
-            for eqn in flat.eqns
-            if (eqn.primitive.name == "gather" and _is_lookup(eqn, gathers=True))
-            or (eqn.primitive.name == "scatter-add" and _is_lookup(eqn, gathers=False))
+            for eqn in eqns
+            if (eqn.primitive.name == "gather" and is_lookup(eqn, gathers=True))
+            or (eqn.primitive.name == "scatter-add" and is_lookup(eqn, gathers=False))
         ]
-        #: By number of the sizes, their groups; by number of ids, the number of groups that count them.
-        self.counted: dict[int, int] = {}
-        self.n_groups = self._find_groups(flat.eqns)
+        self.orders = Orders(eqns, self.producers)
+        #: By number of the sizes, the number of the order of their groups; by number of an order, the sizes.
+        self.order_of: dict[int, int] = {}
+        self.sizes_of: dict[int, Atom] = {}
+        self._find_groups(eqns)
+        #: Equations before their place, because slots depend on them.
+        self.early: set[JaxprEqn] = set()
 
     def write(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """Equations in place of `eqn`, which are it and others where rows stay in the order."""
+        if eqn in self.early:
+            self.early.remove(eqn)
+            return [one for one in self._written(eqn) if one is not eqn and one.outvars != eqn.outvars]
+        return self._written(eqn)
+
+    def _written(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         name = eqn.primitive.name
-        if name == "sort":
-            return [eqn, *self._sort(eqn)]
+        if name in ("sort", "rev"):
+            return [eqn, *self._order(eqn)]
         written = None
         if name == "gather":
             written = self._gather(eqn)
@@ -162,7 +233,7 @@ class _Writer:
 
     def _n_tokens(self, place: int, n: int) -> int:
         """The common divisor of the arrays that are indexed by an order of n rows. place: the number of the order."""
-        tables = self._tables(lambda var: "order" if self.values.of[var] == place else None, n)
+        tables = self._tables(lambda var: "order" if self.values.of.get(var) == place else None, n)
         found = n
         for eqn in self.lookups:
             size, index = shape_of(eqn.invars[0])[0], eqn.invars[1]
@@ -170,68 +241,72 @@ class _Writer:
                 found = math.gcd(found, size)
         return found
 
-    def _find_groups(self, eqns: Sequence[JaxprEqn]) -> dict[int, int]:
-        ids = {}
+    def _find_groups(self, eqns: Sequence[JaxprEqn]) -> None:
         for eqn in eqns:
-            if self._is_argsort(eqn):
-                ids[self.values.read(eqn.invars[0])] = eqn
-                ids[self.values.of[eqn.outvars[0]]] = eqn
-        found: dict[int, int] = {}
-        for eqn in eqns:
-            if eqn.primitive in _GROUPED:
-                sizes = self._sizes(*eqn.invars[2:4])
-                if sizes is None:
-                    continue
-                number = self.values.read(sizes)
-                if number not in self.counted:
-                    for base, sort in ids.items():
-                        bound = self._bound(sort.invars[0])
-                        if bound is not None and self._counts(sizes, base, bound, shape_of(sort.invars[0])[0]):
-                            self.counted[number] = self.values.read(sort.invars[0])
-                            break
-                if number in self.counted:
-                    found[self.counted[number]] = shape_of(sizes)[0]
-        return found
+            sizes = self._sizes(*eqn.invars[2:4]) if eqn.primitive in _GROUPED else None
+            if sizes is None or self.values.read(sizes) in self.order_of:
+                continue
+            order = self.orders.latest(eqn.invars[0], math.prod(shape_of(eqn.invars[0])[1:3]))
+            if order is not None:
+                number = self.values.of[order]
+                self.order_of[self.values.read(sizes)] = number
+                self.sizes_of.setdefault(number, sizes)
 
-    def _is_argsort(self, eqn: JaxprEqn) -> bool:
-        """Of one dimension, ascending, with places as second operand."""
-        if eqn.primitive.name != "sort" or len(eqn.invars) != 2 or len(shape_of(eqn.invars[0])) != 1:
-            return False
-        is_integer = np.issubdtype(aval_of(eqn.invars[0]).dtype, np.integer)
-        return is_integer and eqn.params["num_keys"] == 1 and self._maker_of(eqn.invars[1], "iota") is not None
-
-    def _sort(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        if not self._is_argsort(eqn):
+    def _order(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        """The slots of an order; none for another sort."""
+        order = eqn.outvars[-1]
+        number, key = self.values.of[order], self.places.get(self.values.read(eqn.invars[0]))
+        if number in self.places:
             return []
-        keys, places = self.values.read(eqn.invars[0]), self.values.of[eqn.outvars[1]]
-        if places in self.places:
+        if key is not None and key[1] == "order" and eqn.primitive.name == "sort":
+            if len(eqn.invars) == 2 and self._maker_of(eqn.invars[1], "iota") is not None:
+                self.places[number] = key[0], "inverse"
             return []
-        if keys in self.places:
-            route, base = self.places[keys]
-            if base == "order":
-                self.places[places] = route, "inverse"
-            return []
-        shape = self._shape(keys, places, shape_of(eqn.invars[0])[0])
+        shape = self._shape(number, shape_of(order)[0]) if order in self.orders.of else None
         if shape is None:
             return []
 
-        def compute(ids: Any) -> Any:
+        def of_ids(ids: Any) -> Any:
             return slots_of(ids.reshape(shape.n_blocks, shape.n_rows), shape)
 
-        eqns, atoms = self._equations(eqn, compute, ("slots", shape), eqn.invars[0])
-        route = _Route(keys, shape, Slots(*atoms))
+        def of_order(order: Any, sizes: Any) -> Any:
+            _, position = lax.sort((order, lax.iota(np.int32, len(order))), num_keys=1)
+            ends = jnp.cumsum(sizes.astype(np.int32))
+            position = position.reshape(shape.n_blocks, shape.n_rows, 1)
+            return slots_of(jnp.sum(position >= ends[None, None], axis=-1, dtype=np.int32), shape)
+
+        sizes = self.sizes_of[number]
+        if self._sorts_counted_ids(eqn, sizes):
+            eqns, atoms = self._equations(eqn, of_ids, ("slots", shape), eqn.invars[0])
+        else:
+            early = self.orders.needed_after(eqn, sizes)
+            if any(self.section[one] != self.section[eqn] or one.effects for one in early):
+                return []
+            self.early.update(early)
+            eqns, atoms = self._equations(eqn, of_order, ("slots of order", shape), order, sizes)
+            eqns = [*early, *eqns]
+        route = _Route(number, shape, Slots(*atoms))
         self.tables[route] = self._tables(functools.partial(self._base, route), route.n_rows)
-        self.places[places] = route, "order"
+        self.places[number] = route, "order"
         return eqns
 
-    def _base(self, route: _Route, var: Var) -> str | None:
-        of, base = self.places.get(self.values.of[var], (None, None))
-        return base if of is route else None
+    def _sorts_counted_ids(self, eqn: JaxprEqn, sizes: Atom) -> bool:
+        """Whether it sorts integers below the number of groups, ascending, and the groups count them."""
+        ids = eqn.invars[0]
+        if eqn.primitive.name != "sort" or len(eqn.invars) != 2 or aval_of(ids).dtype.kind not in "iu":
+            return False
+        bound = self._bound(ids)
+        return bound is not None and self._counts(sizes, self.values.read(ids), bound, shape_of(ids)[0])
 
-    def _shape(self, ids: int, place: int, n: int) -> SlotShape | None:
-        if ids not in self.n_groups:
+    def _base(self, route: _Route, var: Var) -> str | None:
+        number = self.values.of.get(var)
+        found = None if number is None else self.places.get(number)
+        return found[1] if found is not None and found[0] is route else None
+
+    def _shape(self, order: int, n: int) -> SlotShape | None:
+        if order not in self.sizes_of:
             return None
-        n_groups, n_tokens = self.n_groups[ids], self._n_tokens(place, n)
+        n_groups, n_tokens = shape_of(self.sizes_of[order])[0], self._n_tokens(order, n)
         n_micro_batches, n_devices = self.sharing.n_micro_batches, self.sharing.n_devices
         if n_tokens % n_micro_batches:
             return None
@@ -278,16 +353,24 @@ class _Writer:
     def _counts(self, sizes: Atom, ids: int, bound: int, n: int) -> bool:
         """Whether element e of `sizes` is how many of n ids are e. ids: their number; they are below `bound`."""
         n_groups = shape_of(sizes)[0]
-        while (made := self._maker_of(sizes, "convert_element_type")) is not None:
+        while _has_integers(aval_of(sizes).dtype, n):
+            made = self._maker_of(sizes, "convert_element_type")
+            if made is None:
+                break
             sizes = made.invars[0]
-        dtype = aval_of(sizes).dtype
-        if bound > n_groups or dtype.kind != "i" or np.iinfo(dtype).max < n:
+        if bound > n_groups or not _has_integers(aval_of(sizes).dtype, n):
             return False
-        tables = self._tables(lambda var: "ids" if self.values.of[var] == ids else None, bound)
+        tables = self._tables(lambda var: "ids" if self.values.of.get(var) == ids else None, bound)
         if (made := self._maker_of(sizes, "reduce_sum")) is not None:
-            return _sums_units(made, tables, bound, n_groups)
+            one_hot = self._maker_of(made.invars[0], "convert_element_type")
+            units = tables.read(one_hot.invars[0] if one_hot is not None else made.invars[0])
+            is_matrix = made.params["axes"] == (0,) and len(shape_of(made.invars[0])) == 2
+            return bool(is_matrix and units and units[0] == "ids" and _is_unit(units[1], bound, n_groups))
         made = self._maker_of(sizes, "scatter-add")
-        return made is not None and _adds_ones(made, tables, n_groups)
+        if made is None or not is_lookup(made, gathers=False) or shape_of(made.invars[0]) != (n_groups,):
+            return False
+        zero, one = (filled(made.invars[k], self.producers) for k in (0, 2))
+        return zero == 0 and one == 1 and tables.is_quotient(made.invars[1], "ids", 1)
 
     def _bound(self, atom: Atom) -> int | None:
         """All elements are in range(bound)."""
@@ -310,7 +393,7 @@ class _Writer:
 
     def _gather(self, eqn: JaxprEqn) -> list[JaxprEqn] | None:
         array, index = eqn.invars
-        if not _is_lookup(eqn, gathers=True) or is_literal(array):
+        if not is_lookup(eqn, gathers=True) or is_literal(array):
             return None
         if array in self.rows:
             route = self._route_of(index, "inverse")
@@ -326,11 +409,14 @@ class _Writer:
 
     def _scatter(self, eqn: JaxprEqn) -> list[JaxprEqn] | None:
         base, index, updates = eqn.invars
-        if not _is_lookup(eqn, gathers=False) or is_literal(updates):
+        if not is_lookup(eqn, gathers=False) or is_literal(updates):
             return None
         is_sum, n = eqn.primitive.name == "scatter-add", shape_of(base)[0]
-        if is_sum and not self._is_zero(base):
+        if is_sum and filled(base, self.producers) != 0:
             return None
+        if (inverse_of := self._permuted_by(eqn)) is not None:
+            self.places[self.values.of[eqn.outvars[0]]] = inverse_of, "inverse"
+            return [eqn]
         if updates in self.rows:
             return self._scatter_out(eqn, is_sum=is_sum)
         route = self._route_of(index, "inverse")
@@ -348,10 +434,13 @@ class _Writer:
             return None
         return self._rows_out(eqn, rows, lambda out: out if k == 1 else _sum_of(out.reshape(n, k, *out.shape[1:])))
 
-    def _is_zero(self, atom: Atom) -> bool:
-        made = self._maker_of(atom, "broadcast_in_dim")
-        value = made.invars[0] if made is not None else atom
-        return is_literal(value) and not np.any(np.asarray(value.val))
+    def _permuted_by(self, eqn: JaxprEqn) -> _Route | None:
+        """In whose order it puts 0, 1, ..., if its result is the inverse."""
+        base, index, updates = eqn.invars
+        route = self._route_of(index, "order") if self._maker_of(updates, "iota") is not None else None
+        if route is None or shape_of(base) != (route.n_rows,) or shape_of(updates) != (route.n_rows,):
+            return None
+        return route if self.tables[route].is_quotient(index, "order", 1) else None
 
     def _rows_in(self, eqn: JaxprEqn, route: _Route, array: Atom) -> list[JaxprEqn]:
         """`array` has a row for each, or for several, rows of the order."""
@@ -379,7 +468,7 @@ class _Writer:
 
     def _row_by_row(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """`eqn` alone if it does not treat all rows alike."""
-        numbers = [self.values.of[var] for var in eqn.outvars]
+        numbers = [(self.section[eqn], self.own_values.of[var]) for var in eqn.outvars]
         if eqn.effects or is_kernel(eqn):
             return [eqn]
         if all(number in self.rows_of_number for number in numbers):
@@ -409,9 +498,9 @@ class _Writer:
             return jax.vmap(jax.vmap(run, axes), axes)(*arrays)
 
         made_eqns, made = self._equations(eqn, compute, None, *operands)
-        for var, dim, array in zip(eqn.outvars, dims, made, strict=True):
+        for var, number, dim, array in zip(eqn.outvars, numbers, dims, made, strict=True):
             assert dim is not None
-            self.rows[var] = self.rows_of_number[self.values.of[var]] = _RowsInSlots(route, dim, array)
+            self.rows[var] = self.rows_of_number[number] = _RowsInSlots(route, dim, array)
         return [eqn, *eqns, *made_eqns]
 
     def _operands_in_slots(
@@ -496,7 +585,7 @@ class _Writer:
         is_whole = sizes is not None and positions is not None and shape_of(eqn.invars[0])[:2] == (1, 1)
         if len(found) < len(rows) or len(routes) != 1 or sizes is None or not is_whole:
             return []
-        return found if self.counted.get(self.values.read(sizes)) == found[0].route.ids else []
+        return found if self.order_of.get(self.values.read(sizes)) == found[0].route.order else []
 
     def _plain_rows(self, eqn: JaxprEqn, rows: _RowsInSlots) -> tuple[list[JaxprEqn], Atom]:
         """[y x c features], once for all readers, so that devices exchange it once."""
@@ -548,16 +637,25 @@ class _Writer:
         return [with_source_of(one, eqn) for one in eqns], atoms
 
 
-def _without_barriers(flat: Block) -> Block:
+def _numbered(eqns: Sequence[JaxprEqn]) -> ValueNumbering:
+    values = ValueNumbering()
+    made = {var for eqn in eqns for var in eqn.outvars}
+    inputs = dict.fromkeys(var for eqn in eqns for var in operand_vars(eqn) if var not in made)
+    for var in inputs:
+        values.name(var, ("argument", ById(var)))
+    values.run(Block(invars=tuple(inputs), ops=tuple(map(Op, eqns)), outvars=()))
+    return values
+
+
+def _without_barriers(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """Equations read the operands of barriers, so that a recomputed value has the number of the first one."""
     names: dict[Var, Atom] = {}
-    eqns = []
-    for eqn in flat.eqns:
-        new = reading(eqn, names)
+    new = []
+    for eqn in eqns:
+        new.append(reading(eqn, names))
         if eqn.primitive.name == "optimization_barrier":
-            names.update(zip(eqn.outvars, new.invars, strict=True))
-        eqns.append(new)
-    return flat.with_eqns(eqns)
+            names.update(zip(eqn.outvars, new[-1].invars, strict=True))
+    return new
 
 
 def _named(eqns: Sequence[JaxprEqn], made: Atom, result: Var) -> list[JaxprEqn]:
@@ -571,19 +669,11 @@ def _sum_of(rows: Any) -> Any:
     return jnp.sum(rows, axis=1, dtype=rows.dtype)
 
 
-def _sums_units(eqn: JaxprEqn, tables: Tables, bound: int, n_groups: int) -> bool:
-    """Whether the sum is over the unit vector of each id."""
-    found = tables.read(eqn.invars[0])
-    is_matrix = eqn.params["axes"] == (0,) and len(shape_of(eqn.invars[0])) == 2
-    return bool(is_matrix and found and found[0] == "ids" and _is_unit(found[1], bound, n_groups))
-
-
-def _adds_ones(eqn: JaxprEqn, tables: Tables, n_groups: int) -> bool:
-    """Whether 1 is added to an element of zeros for each id."""
-    if not _is_lookup(eqn, gathers=False) or shape_of(eqn.invars[0]) != (n_groups,):
-        return False
-    zero, one = (tables.constant(eqn.invars[k]) for k in (0, 2))
-    return zero == 0 and one == 1 and tables.is_quotient(eqn.invars[1], "ids", 1)
+def _has_integers(dtype: Any, n: int) -> bool:
+    """Whether it has all integers up to n."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return bool(n <= 2 ** (jnp.finfo(dtype).nmant + 1))
+    return dtype.kind in "iu" and n <= np.iinfo(dtype).max
 
 
 def _is_unit(table: Any, n: int, n_groups: int) -> bool:
@@ -592,18 +682,3 @@ def _is_unit(table: Any, n: int, n_groups: int) -> bool:
 
 def _dim_with(dims: Sequence[tuple[int, ...]], factor: int) -> int | None:
     return next((d for d, dim in enumerate(dims) if factor in dim), None)
-
-
-def _is_lookup(eqn: JaxprEqn, *, gathers: bool) -> bool:
-    """Whether index [n 1] takes, or adds to, whole rows of dimension 0."""
-    numbers, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
-    index = shape_of(eqn.invars[1])
-    if len(index) != 2 or index[1] != 1 or not shape or numbers.operand_batching_dims:
-        return False
-    window = tuple(range(1, len(shape)))
-    if gathers:
-        is_plain = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
-        is_whole = numbers.offset_dims == window and tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
-        return bool(is_plain and is_whole)
-    is_plain = numbers.inserted_window_dims == numbers.scatter_dims_to_operand_dims == (0,)
-    return bool(is_plain and numbers.update_window_dims == window)

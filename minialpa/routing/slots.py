@@ -46,7 +46,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(ids: Any, shape: SlotShape) -> Slots:
-    """ids: [x m], in range(n_groups)."""
+    """ids: [x m], from 0 to n_groups: the last one has no group, and slots after the last group."""
     x, m, g, y, c = shape.n_blocks, shape.n_rows, shape.n_groups, shape.n_owners, shape.capacity
     ids = ids.astype(np.int32)
     places = lax.broadcasted_iota(np.int32, (x, m), 1)
@@ -58,7 +58,8 @@ def slots_of(ids: Any, shape: SlotShape) -> Slots:
         none = jnp.zeros((1, x, g), np.int32)
         return Slots(order[:, None], position, starts[None], ends[None], none, none)
 
-    first, end = starts.reshape(x, y, -1)[..., 0], ends.reshape(x, y, -1)[..., -1]
+    first = starts.reshape(x, y, -1)[..., 0]
+    end = jnp.concatenate([first[:, 1:], jnp.full((x, 1), m, np.int32)], axis=1)
     kept = jnp.minimum(end - first, c)
     before = jnp.cumsum(end - first - kept, axis=1) - (end - first - kept)
     free = jnp.cumsum(c - kept, axis=1) - (c - kept)
@@ -75,7 +76,7 @@ def slots_of(ids: Any, shape: SlotShape) -> Slots:
     sorted_at = jnp.where(at < kept[..., None], first[..., None] + at, foreign)
     row_of_slot = jnp.take_along_axis(order, sorted_at.reshape(x, y * c), axis=1, mode="promise_in_bounds")
 
-    owner, owners = ids // (g // y), lax.broadcasted_iota(np.int32, (1, 1, y), 2)
+    owner, owners = jnp.minimum(ids // (g // y), y - 1), lax.broadcasted_iota(np.int32, (1, 1, y), 2)
     is_owner = owner[..., None] == owners
     rank, over = (jnp.sum(jnp.where(is_owner, array[:, None], 0), axis=-1, dtype=np.int32) for array in (first, before))
     rank = position - rank

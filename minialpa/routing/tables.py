@@ -45,13 +45,13 @@ class Tables:
         """Name of the base, and values; dimensions of equal elements have length 1. None if unknown."""
         if is_literal(atom):
             value = np.asarray(atom.val)
-            return (None, value) if value.dtype.kind in "bi" else None
+            return (None, value) if value.dtype.kind in "biu" else None
         if atom not in self._known:
             base = self.bases(atom)
             dtype = getattr(aval_of(atom), "dtype", None)
             if base is not None:
                 self._known[atom] = base, np.arange(self.first, self.first + self.size, dtype=dtype)
-            elif atom not in self.producers or np.dtype(dtype).kind not in "bi":
+            elif atom not in self.producers or np.dtype(dtype).kind not in "biu":
                 self._known[atom] = None
             else:
                 self._known[atom] = self._computed(self.producers[atom])
@@ -112,6 +112,8 @@ class Tables:
                 return None
             return None, np.arange(max(shape), dtype=params["dtype"]).reshape(shape)
 
+        if name == "gather" and len(shape_of(eqn.outvars[0])) == 1:
+            return self._looked_up(*eqn.invars)
         operands = [self.read(atom) for atom in eqn.invars]
         if not operands or None in operands:
             return None
@@ -119,6 +121,39 @@ class Tables:
         arrays = [one[1] for one in operands if one is not None]
         values = self._applied(eqn, arrays) if len(bases) < 2 else None
         return None if values is None else (next(iter(bases), None), values)
+
+    def _looked_up(self, array: Atom, index: Atom) -> tuple[str | None, Array] | None:
+        """Elements [n] of an array [n], whose elements do not depend on a base."""
+        places = self.read(index)
+        is_whole = shape_of(array) == (self.n,) and shape_of(index) == (self.n, 1) and places is not None
+        if not is_whole or places is None or places[1].size != self.size:
+            return None
+        values, at = None, places[1].reshape(-1).astype(np.int64)
+        if np.all((at >= 0) & (at < self.n)):
+            values = self._elements(array, at)
+        return None if values is None else (places[0], values)
+
+    def _elements(self, atom: Atom, at: Array) -> Array | None:
+        """The elements at these places of the array as a vector; None if unknown."""
+        if is_literal(atom):
+            return np.broadcast_to(np.asarray(atom.val), at.shape) if not shape_of(atom) else None
+        eqn = self.producers.get(atom)
+        if eqn is None or aval_of(atom).dtype.kind not in "biu" or not shape_of(atom):
+            return None
+        name, shape = eqn.primitive.name, shape_of(atom)
+        if name == "iota":
+            return np.asarray(np.unravel_index(at, shape)[eqn.params["dimension"]], eqn.params["dtype"])
+        if name in ("reshape", "squeeze", *_IDENTITIES):
+            return self._elements(eqn.invars[0], at)
+        if name == "broadcast_in_dim" and shape_of(eqn.invars[0]):
+            dims, old = eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0])
+            where = np.unravel_index(at, shape)
+            at = np.ravel_multi_index([where[d] if n > 1 else 0 * at for d, n in zip(dims, old, strict=True)], old)
+            return self._elements(eqn.invars[0], at)
+        arrays = [self._elements(one, at) for one in eqn.invars]
+        known = [one for one in arrays if one is not None]
+        is_elementwise = name in FUNCTIONS or name == "convert_element_type"
+        return self._applied(eqn, known) if is_elementwise and len(known) == len(arrays) else None
 
     def _applied(self, eqn: JaxprEqn, arrays: list[Array]) -> Array | None:
         name, out, first = eqn.primitive.name, aval_of(eqn.outvars[0]), arrays[0]
@@ -130,7 +165,7 @@ class Tables:
             with np.errstate(all="ignore"):  # integers wrap, as on devices
                 return np.asarray(FUNCTIONS[name](*arrays)).astype(out.dtype)
         if name == "convert_element_type":
-            return first.astype(out.dtype) if out.dtype.kind in "bi" else None
+            return first.astype(out.dtype) if out.dtype.kind in "biu" else None
         return _in_layout(eqn, first)
 
 

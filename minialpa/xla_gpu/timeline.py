@@ -184,7 +184,7 @@ class _ModuleWalk:
             each = [self.run(name, times * instruction.n_trips, in_loop=True) for name in names]
             return n_trips * sum(k for k, _ in each), n_trips * sum(t for _, t in each)
         if instruction.opcode == "conditional":
-            names = instruction.branches
+            names = instruction.called("branch_computations", "true_computation", "false_computation")
             return _branch(instruction, [self.run(name, times, in_loop=in_loop) for name in names], in_loop)
         if instruction.opcode in ("call", "async-start"):
             called = [n for n in instruction.called("to_apply", "calls") if n in self._module.computations]
@@ -199,7 +199,7 @@ class _ModuleWalk:
             n_trips = instruction.n_trips
             return n_trips * sum(self._flops_inside(name, in_loop=True) for name in instruction.called("body"))
         if instruction.opcode == "conditional":
-            names = instruction.branches
+            names = instruction.called("branch_computations", "true_computation", "false_computation")
             each = [self._flops_inside(name, in_loop=in_loop) for name in names]
             # The plain program counts: the operations of cuDNN's kernel are not in the text.
             if any(self._calls_kernel(name) for name in names):

@@ -75,6 +75,7 @@ def test_wrong_options_are_refused() -> None:
     uniform = UniformStageOption(2, submesh_autosharding_option=fused)
     with pytest.raises(ShardingError, match=r"all stages share one value. Set `default_auto_sharding_option"):
         minialpa.PipeshardParallel(stage_option=uniform, default_auto_sharding_option=written).options()
-    manual = ManualStageOption([[0], [1]], [(1, 1)] * 2, [(1,)] * 2, [{"attention": "fused"}, {}])
-    with pytest.raises(ShardingError, match=r"all stages share one value. Set `default_auto_sharding_option"):
-        minialpa.PipeshardParallel(stage_option=manual).options()
+    for name, asked in (("attention", "fused"), ("expert_skew", 2.0)):
+        manual = ManualStageOption([[0], [1]], [(1, 1)] * 2, [(1,)] * 2, [{name: asked}, {}])
+        with pytest.raises(ShardingError, match=rf"`{name}={asked!r}`, .* all stages share one value. Set `default"):
+            minialpa.PipeshardParallel(stage_option=manual).options()

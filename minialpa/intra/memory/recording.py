@@ -47,6 +47,8 @@ _FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
     routed_sum_p: lambda *operands, **params: sum_of_products(*operands[:5], **params),
     function_p: run_function,
 }
+#: Compiled programs fill their results late, as their barriers ask.
+_FILLED = (grouped_sum_p, routed_sum_p)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ def _add_function(
     env = dict(zip((*flat.constvars, *flat.invars), (*constants, *operands), strict=True))
 
     first, waits = len(recorder.values), recorder.waits_at_barriers
-    recorder.waits_at_barriers = waits and not compiler.drops_inner_barriers
+    recorder.waits_at_barriers = waits and (eqn.primitive in _FILLED or not compiler.drops_inner_barriers)
     _add_equations(flat.eqns, env, recorder, compiler, _body_buffers_once)
     recorder.waits_at_barriers = waits
     recorder.values[first:] = [value._replace(maker=eqn) for value in recorder.values[first:]]
