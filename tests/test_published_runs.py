@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planning import planned
-from benchmarks.published_runs.fit import leave_out_scales, leave_out_systems
+from benchmarks.published_runs.fit import fitted, leave_out_scales, leave_out_systems, seconds_of
 from benchmarks.published_runs.parts import Parts, parts_of, total_s
 from benchmarks.published_runs.predict import cluster_of, method_of, parts_of_run, plan_of, predict, traced
 from benchmarks.published_runs.record import Run, run_of
@@ -64,7 +64,7 @@ def run() -> Run:
 
 @pytest.fixture(scope="module")
 def parts(run: Run) -> Parts:
-    return parts_of(traced(run), plan_of(run), hides_gathers=False, plan_s=0.0)
+    return parts_of(traced(run), plan_of(run), hides_update=False, plan_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,29 @@ def test_experts_of_a_stage_move_tokens_and_no_weights() -> None:
     assert {one.axes for one in moved} == {(0,), (1,)}
     weights = 2 * run.model.n_layers * experts.n * experts.inner * run.model.hidden
     assert all(one.n_bytes < weights for one in plan.collectives if one.kind == "all-gather")
+
+
+def test_positions_of_context_parallelism_are_in_rings_and_its_devices_share_weights() -> None:
+    row = _LLAMA | {"layers": 2, "hidden": 512, "seq": 4096, "gpus": 16, "fsdp": 2, "tp": 2, "global_batch": 8}
+    run = run_of(0, row | {"cp": 4, "micro_batch": 4, "remat": "full"})
+    assert run.model.axes == {"examples": 2, "context": 4, "operators": 2}
+    plan = plan_of(run)
+    assert {one.axes for one in plan.collectives if one.kind == "collective-permute"} == {(1,)}
+    query = next(one for one in plan.input_specs if one.path == "[0][0]['blocks']['query']")
+    assert [tuple(spec) for spec in query.partition_specs] == [(None, ("x", "y"), "z")]
+    cluster = cluster_of(run)
+    found = parts_of(traced(run), plan, hides_update=False, plan_s=0.0)
+    assert total_s(found, cluster) == pytest.approx(plan.cost.total_s, rel=1e-3)
+
+
+def test_fit_finds_the_rates_of_runs(run: Run, parts: Parts) -> None:
+    constants = {"h100": 0.5, "memory_efficiency": 1.2}
+    large = dataclasses.replace(parts, n_micro_batches=4096)
+    measured = [dataclasses.replace(run, step_s=seconds_of(run, one, constants)) for one in (parts, large)]
+    found = fitted(list(zip(measured, (parts, large), strict=True)))
+    seconds = [seconds_of(one, own, found) for one, own in zip(measured, (parts, large), strict=True)]
+    assert seconds == pytest.approx([one.step_s for one in measured], rel=1e-3)
+    assert found["h100"] != pytest.approx(0.8, rel=0.05)  # the start
 
 
 def test_left_out_runs_are_in_no_training(run: Run, parts: Parts) -> None:

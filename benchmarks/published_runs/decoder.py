@@ -28,6 +28,8 @@ Family = Literal["gpt", "llama"]
 #: in torchtitan's selective checkpointing of operators; or all.
 Recomputation = Literal["none", "every second product", "full"]
 Shapes = dict[str, Any]
+#: A mesh axis, several, or none.
+Axes = str | tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +69,13 @@ class Decoder:
         seq: positions of an example.
         recomputes: values that the backward pass of a block recomputes.
         recomputes_unread: whether the backward pass also recomputes a value that it does not read, the last product of
-            a block. PyTorch repeats all of a block; jax leaves this product out.
+            a block. Megatron repeats all of a block; jax leaves this product out.
         writes_scores: whether attention writes its scores to memory, operator by operator.
         has_dropout: whether scores and the values added to residuals have dropout.
         in_float8: whether the products of blocks are of float8.
         tensor_parallel: (groups of devices that split the examples, devices that split the operators of a block), for
             split heads and split features inside feed-forward layers. None if each device computes whole operators.
+        context: devices that split the positions of an example (context parallelism), beside those groups.
         sequence_parallel: whether these devices also split the positions between operators.
         shards_weights: whether groups share weights, which each gathers for each use (ZeRO-3).
         head: features of a head; None for `hidden / n_heads`.
@@ -93,6 +96,7 @@ class Decoder:
     has_dropout: bool = False
     in_float8: bool = False
     tensor_parallel: tuple[int, int] | None = None
+    context: int = 1
     sequence_parallel: bool = True
     shards_weights: bool = False
     head: int | None = None
@@ -102,6 +106,13 @@ class Decoder:
     def inner(self) -> int:
         """Features of the queries of all heads."""
         return self.n_heads * self.head if self.head else self.hidden
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The devices of a stage along each axis."""
+        groups, operators = self.tensor_parallel or (1, 1)
+        further = {"context": self.context, "operators": operators}
+        return {"examples": groups} | {axis: n for axis, n in further.items() if n > 1}
 
     @property
     def n_weights(self) -> int:
@@ -120,7 +131,7 @@ class Decoder:
         per_position = self.n_layers * (per_block + attention) + self.vocab * self.hidden
         return 6.0 * n_examples * self.seq * per_position
 
-    def weight_partitions(self, operators: str | None, groups: str | None) -> dict[str, PartitionSpec]:
+    def weight_partitions(self, operators: str | None, groups: Axes) -> dict[str, PartitionSpec]:
         """Partitions of weights, by path.
 
         In a tensor-parallel group, each device has its columns of the weights that make heads and inner features, and
@@ -343,7 +354,7 @@ def _product_of_experts(rows: jax.Array, weight: jax.Array) -> jax.Array:
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
-def _layout(of: Decoder, operators: str | None, groups: str | None) -> dict[str, PartitionSpec]:
+def _layout(of: Decoder, operators: str | None, groups: Axes) -> dict[str, PartitionSpec]:
     """Partitions of weights, without the dimension of layers; see `Decoder.weight_partitions`."""
     columns, rows = PartitionSpec(groups, operators), PartitionSpec(operators, groups)
     layout = {name: columns for name in ("query", "key", "value", "up")} | {"out": rows, "down": rows, "words": rows}
@@ -363,7 +374,7 @@ def _shared(of: Decoder, name: str, weight: jax.Array) -> jax.Array:
 
 
 def _shared_backward(of: Decoder, name: str, _: None, weight_bar: jax.Array) -> tuple[jax.Array]:
-    layout = _layout(of, "operators", "examples") if of.shards_weights else {}
+    layout = _layout(of, "operators", ("examples", "context")) if of.shards_weights else {}
     return (_constrained(of, weight_bar, layout[name]) if name in layout else weight_bar,)
 
 
@@ -372,18 +383,21 @@ _shared.defvjp(lambda of, name, weight: (weight, None), _shared_backward)
 
 def _split(of: Decoder, x: jax.Array) -> jax.Array:
     """[b s inner ...], with the inner dimension split between the devices of a tensor-parallel group."""
-    return _constrained(of, x, PartitionSpec("examples", None, "operators"))
+    return _constrained(of, x, PartitionSpec("examples", "context", "operators"))
 
 
 def _between(of: Decoder, x: jax.Array) -> jax.Array:
     """[b s h] between the operators of a block: whole on each device of the group, or split along positions."""
-    return x if of.sequence_parallel else _constrained(of, x, PartitionSpec("examples"))
+    if of.sequence_parallel and of.context == 1:
+        return x
+    positions = ("context", "operators") if of.sequence_parallel else "context"
+    return _constrained(of, x, PartitionSpec("examples", positions))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(of: Decoder, x: jax.Array) -> jax.Array:
-    """[b s h] with all positions on each device of a tensor-parallel group. The sharding of its gradient is free."""
-    return _constrained(of, x, PartitionSpec("examples"))
+    """[b s h] with its positions on each device of a tensor-parallel group. The sharding of its gradient is free."""
+    return _constrained(of, x, PartitionSpec("examples", "context"))
 
 
 _gathered.defvjp(lambda of, x: (_gathered(of, x), None), lambda of, _, x_bar: (x_bar,))
@@ -392,8 +406,11 @@ _gathered.defvjp(lambda of, x: (_gathered(of, x), None), lambda of, _, x_bar: (x
 def _constrained(of: Decoder, x: jax.Array, partition: PartitionSpec) -> jax.Array:
     if of.tensor_parallel is None:
         return x
-    mesh = AbstractMesh(of.tensor_parallel, ("examples", "operators"))
-    constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
+    axes = of.axes
+    dims = [((dim,) if isinstance(dim, str) else dim) or () for dim in partition]
+    present = (tuple(axis for axis in dim if axis in axes) or None for dim in dims)
+    sharding = NamedSharding(AbstractMesh(tuple(axes.values()), tuple(axes)), PartitionSpec(*present))
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)
     return constrained
 
 

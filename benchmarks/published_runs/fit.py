@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from benchmarks.published_runs.gpus import chip_of, device_of, power_part
-from benchmarks.published_runs.parts import Parts, total_s
+from benchmarks.published_runs.parts import Parts, Timer
 from benchmarks.published_runs.predict import cluster_of
 from benchmarks.published_runs.record import Run
 from benchmarks.published_runs.trainers import OPERATORS_PART
@@ -47,14 +47,18 @@ def fitted(runs: Planned) -> Constants:
     names = [*sorted({_generation(run) for run, _ in runs}), _MEMORY]
     systems = [run.system for run, _ in runs]
     weights = np.array([1 / np.sqrt(systems.count(system)) for system in systems])
+    timed = [(run, Timer(parts, cluster_of(run)), _kernels_of(run)) for run, parts in runs]
 
     def error(logs: NDArray[np.float64]) -> float:
         constants = dict(zip(names, np.exp(logs), strict=True))
-        logs_of_runs = [abs(np.log(seconds_of(run, parts, constants) / measured(run))) for run, parts in runs]
-        return float(np.average(logs_of_runs, weights=weights))
+        seconds = (timer.seconds(_changed(run, kernels, constants)) / measured(run) for run, timer, kernels in timed)
+        return float(np.average(np.abs(np.log(list(seconds))), weights=weights))
 
-    start = [0.0] * (len(names) - 1) + [np.log(1.5)]
-    found = minimize(error, np.array(start), method="Nelder-Mead", options={"xatol": 1e-3, "fatol": 1e-4})
+    start = np.array([np.log(0.8)] * (len(names) - 1) + [np.log(1.5)])
+    # Steps of scipy are in proportion to the start, so that a start of 0 would stay.
+    simplex = np.vstack([start, start + 0.2 * np.eye(len(start))])
+    options = {"xatol": 1e-3, "fatol": 1e-5, "initial_simplex": simplex}
+    found = minimize(error, start, method="Nelder-Mead", options=options)
     return {name: float(value) for name, value in zip(names, np.exp(found.x), strict=True)}
 
 
@@ -63,17 +67,23 @@ def text_of(constants: Constants) -> str:
 
 
 def seconds_of(run: Run, parts: Parts, constants: Constants) -> float:
+    return Timer(parts, cluster_of(run)).seconds(_changed(run, _kernels_of(run), constants))
+
+
+def _kernels_of(run: Run) -> KernelRates:
+    kernels = cluster_of(run).device.kernels
+    assert kernels is not None, run
+    return kernels
+
+
+def _changed(run: Run, kernels: KernelRates, constants: Constants) -> KernelRates:
     """A generation without runs has the mean of the others."""
     others = [value for name, value in constants.items() if name != _MEMORY]
-    sustained = constants.get(_generation(run), float(np.mean(others)))
-
-    def change(kernels: KernelRates) -> KernelRates:
-        part = OPERATORS_PART if run.trainer.elementwise == "operators" else 1.0
-        return dataclasses.replace(
-            kernels, sustained=sustained * power_part(run.gpu), memory_efficiency=constants[_MEMORY] * part
-        )
-
-    return total_s(parts, cluster_of(run, change))
+    sustained = constants.get(_generation(run), sum(others) / len(others))
+    part = OPERATORS_PART if run.trainer.elementwise == "operators" else 1.0
+    return dataclasses.replace(
+        kernels, sustained=sustained * power_part(run.gpu), memory_efficiency=constants[_MEMORY] * part
+    )
 
 
 def leave_out_systems(runs: Planned) -> list[Split]:

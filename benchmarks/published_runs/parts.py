@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn
 from numpy.typing import NDArray
 
 from minialpa import ClusterSpec, Plan
-from minialpa.cluster import DeviceSpec, KernelRates, LogicalMesh
+from minialpa.cluster import DeviceSpec, KernelRates, LinkSpec, LogicalMesh
 from minialpa.cost import Collective, adding_s
 from minialpa.inter.search.stage_cost import border_bytes
 from minialpa.inter.search.stage_times import starts_of
@@ -41,10 +41,10 @@ from minialpa.sharding import EquationSpecs
 from minialpa.support.files import write_text
 from minialpa.tracing.trace import TracedStep
 
-#: Reciprocals of `sustained`, `attention_efficiency` and `memory_efficiency`; `launch_s`; 1; then alpha and beta of two
-#: mesh axes. Coefficients of all seconds, in this order.
+#: Reciprocals of `sustained`, `attention_efficiency` and `memory_efficiency`; `launch_s`; 1; then alpha and beta of
+#: three mesh axes. Coefficients of all seconds, in this order.
 Coefficients = NDArray[np.float64]
-_N_KERNELS, _N_AXES = 5, 2
+_N_KERNELS, _N_AXES = 5, 3
 _SIZE = _N_KERNELS + 2 * _N_AXES
 #: As good as infinite, for the rate of a kernel.
 _FAST = 1e12
@@ -75,16 +75,13 @@ class StageParts:
         passes: for one micro-batch.
         last: the passes that differ in the last micro-batch, by number.
         update: once per step.
-        gathers: collectives that gather changed weights, once per step in each chunk.
     """
 
     submesh: tuple[int, int]
     shape: tuple[int, ...]
     passes: tuple[Piece, ...]
-    is_forward: tuple[float, ...]
     last: Mapping[int, Piece]
     update: Piece
-    gathers: Coefficients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +91,7 @@ class Parts:
     Attributes:
         borders: for each border between stages: whether it is inside a host, and its bytes.
         peak_bytes: of the device that needs most.
-        hides_gathers: whether the first passes of a step hide `StageParts.gathers`.
+        hides_update: whether one micro-batch hides the collectives of the update.
     """
 
     stages: tuple[StageParts, ...]
@@ -103,7 +100,7 @@ class Parts:
     n_chunks: int
     peak_bytes: float
     plan_s: float
-    hides_gathers: bool
+    hides_update: bool
 
 
 # ---- seconds ---------------------------------------------------------------------------------------------------------
@@ -113,60 +110,84 @@ def total_s(parts: Parts, cluster: ClusterSpec) -> float:
     """Seconds of a step at the prices of `cluster`."""
     kernels = cluster.device.kernels
     assert kernels is not None, cluster
-    pass_s, update_s, saved_s = [], [], []
-    for stage in parts.stages:
-        rates = _rates(kernels, cluster.logical_mesh(stage.submesh, stage.shape))
-        passes = [_exposed(piece, rates, kernels.overlap) for piece in stage.passes]
-        extra_s = sum(
-            max(0.0, _exposed(piece, rates, kernels.overlap) - passes[number]) for number, piece in stage.last.items()
-        )
-        compute = [float(piece.compute @ rates) for piece in stage.passes]
-        pass_s.append(sum(compute) + sum(passes))
-        update_s.append(float(stage.update.compute @ rates) + _exposed(stage.update, rates, kernels.overlap) + extra_s)
-        forward_s = sum(part * s for part, s in zip(stage.is_forward, compute, strict=True))
-        saved_s.append(min(float(stage.gathers @ rates), forward_s))
-
-    p, n, v = len(pass_s), parts.n_micro_batches, parts.n_chunks
-    full = ((v - 1) * max(n, p) + n) / v
-    total = full * max(pass_s) + (sum(pass_s) - max(pass_s)) / v + max(update_s)
-    for inside, n_bytes in parts.borders:
-        link = cluster.link(same_host=inside)
-        total += 2 * link.alpha_s + link.beta_s_per_byte * n_bytes
-    return total - (saved_s[int(np.argmax(update_s))] if parts.hides_gathers else 0.0)
+    return Timer(parts, cluster).seconds(kernels)
 
 
-def _rates(kernels: KernelRates, mesh: LogicalMesh) -> Coefficients:
+class Timer:
+    """Seconds of a step at the links of a cluster, for any rates of kernels."""
+
+    def __init__(self, parts: Parts, cluster: ClusterSpec) -> None:
+        self._parts = parts
+        self._compute: list[Coefficients] = []  # of each piece, without links
+        self._buckets: list[tuple[int, float, Coefficients | None]] = []  # piece, seconds of collectives, work
+        self._stages: list[tuple[list[int], dict[int, int], int]] = []  # passes, last passes, update
+        for stage in parts.stages:
+            links = _links(cluster.logical_mesh(stage.submesh, stage.shape))
+            passes = [self._add(piece, links) for piece in stage.passes]
+            last = {passes[number]: self._add(piece, links) for number, piece in stage.last.items()}
+            self._stages.append((passes, last, self._add(stage.update, links)))
+        self._of_pieces = np.array(self._compute)
+        self._owners = np.array([piece for piece, _, _ in self._buckets], np.int64)
+        self._collectives_s = np.array([seconds for _, seconds, _ in self._buckets])
+        self._work = np.array([np.zeros(_N_KERNELS) if work is None else work for _, _, work in self._buckets])
+        self._borders_s = sum(_border_s(cluster.link(same_host=inside), n) for inside, n in parts.borders)
+
+    def _add(self, piece: Piece, links: Coefficients) -> int:
+        number = len(self._compute)
+        self._compute.append(piece.compute[:_N_KERNELS])
+        for one in piece.buckets:
+            work = None if one.work is None else one.work[:_N_KERNELS]
+            self._buckets.append((number, float(one.collectives[_N_KERNELS:] @ links), work))
+        return number
+
+    def seconds(self, kernels: KernelRates) -> float:
+        rates = np.array([
+            1 / kernels.sustained, 1 / kernels.attention_efficiency, 1 / kernels.memory_efficiency,
+            kernels.launch_s, 1.0,
+        ])  # fmt: skip
+        compute_s = self._of_pieces @ rates
+        exposed_s: NDArray[np.float64] = np.zeros(len(self._compute))
+        if self._buckets:
+            hidden_s = np.minimum(self._collectives_s, kernels.overlap * (self._work @ rates))
+            exposed_s = np.bincount(self._owners, self._collectives_s - hidden_s, len(self._compute))
+
+        pass_s, update_s, saved_s = [], [], []
+        for passes, last, update in self._stages:
+            extra_s = sum(max(0.0, exposed_s[piece] - exposed_s[plain]) for plain, piece in last.items())
+            pass_s.append(float(compute_s[passes].sum() + exposed_s[passes].sum()))
+            update_s.append(float(compute_s[update] + exposed_s[update] + extra_s))
+            saved_s.append(min(float(exposed_s[update]), float(compute_s[passes].sum())))
+
+        p, n, v = len(pass_s), self._parts.n_micro_batches, self._parts.n_chunks
+        full = ((v - 1) * max(n, p) + n) / v
+        total = full * max(pass_s) + (sum(pass_s) - max(pass_s)) / v + max(update_s) + self._borders_s
+        return total - (saved_s[int(np.argmax(update_s))] if self._parts.hides_update else 0.0)
+
+
+def _links(mesh: LogicalMesh) -> Coefficients:
     missing = [0.0] * (_N_AXES - len(mesh.shape))
-    compute = [
-        1 / kernels.sustained, 1 / kernels.attention_efficiency, 1 / kernels.memory_efficiency, kernels.launch_s, 1.0,
-    ]  # fmt: skip
-    return np.array([*compute, *mesh.alpha, *missing, *mesh.beta, *missing])
+    return np.array([*mesh.alpha, *missing, *mesh.beta, *missing])
 
 
-def _exposed(piece: Piece, rates: Coefficients, overlap: float) -> float:
-    total = 0.0
-    for bucket in piece.buckets:
-        seconds = float(bucket.collectives @ rates)
-        hidden_s = 0.0 if bucket.work is None else min(seconds, overlap * float(bucket.work @ rates))
-        total += seconds - hidden_s
-    return total
+def _border_s(link: LinkSpec, n_bytes: float) -> float:
+    return 2 * link.alpha_s + link.beta_s_per_byte * n_bytes
 
 
 # ---- coefficients ----------------------------------------------------------------------------------------------------
 
 
-def parts_of(traced: TracedStep, plan: Plan, *, hides_gathers: bool, plan_s: float) -> Parts:
-    """plan: of one loop over micro-batches, for equal hosts."""
+def parts_of(traced: TracedStep, plan: Plan, *, hides_update: bool, plan_s: float, cast_bytes: float = 1.0) -> Parts:
+    """plan: of one loop over micro-batches, for equal hosts. cast_bytes: see `Trainer`."""
     staged = realise(traced, plan).staged
     assert staged.split.n_loops == 1, staged.split.n_loops
     return Parts(
-        stages=tuple(_stage_parts(staged, plan, number) for number in range(len(plan.stages))),
+        stages=tuple(_stage_parts(staged, plan, number, cast_bytes) for number in range(len(plan.stages))),
         borders=tuple(_borders(staged, plan)),
         n_micro_batches=plan.n_micro_batches,
         n_chunks=max(len({one.chunk for one in stage.passes}) for stage in plan.stages),
         peak_bytes=max(plan.cost.peak_bytes),
         plan_s=plan_s,
-        hides_gathers=hides_gathers,
+        hides_update=hides_update,
     )
 
 
@@ -178,7 +199,7 @@ def _borders(staged: StagedStep, plan: Plan) -> Iterable[tuple[bool, float]]:
         yield inside and hosts[a] == hosts[b], float(n_bytes)
 
 
-def _stage_parts(staged: StagedStep, plan: Plan, number: int) -> StageParts:
+def _stage_parts(staged: StagedStep, plan: Plan, number: int, cast_bytes: float) -> StageParts:
     stage = plan.stages[number]
     mesh = plan.cluster.logical_mesh(stage.submesh, stage.logical_shape)
     problem = mesh_equations(staged, number)
@@ -189,11 +210,10 @@ def _stage_parts(staged: StagedStep, plan: Plan, number: int) -> StageParts:
         task_programs(staged, number, specs, equations, view, final_specs(staged, plan, number))
     )
 
-    measured = _Compute(mesh)
+    measured = _Compute(mesh, cast_bytes)
     compute = {eqn: problem.repeats.n_equations(eqn) * measured.of(eqn, chosen) for eqn, chosen in equations.items()}
     passes: list[Piece] = []
     last: dict[int, Piece] = {}
-    forward: list[float] = []
     update, in_update = np.zeros(_SIZE), list[Communication]()
     for one in moved:
         work = sum((compute[eqn] for eqn in one.task.eqns), np.zeros(_SIZE))
@@ -206,21 +226,13 @@ def _stage_parts(staged: StagedStep, plan: Plan, number: int) -> StageParts:
         if one.last is not None:
             last[len(passes)] = Piece(work, _buckets(one.last, mesh, work, compute))
         passes.append(Piece(work, _buckets(one.collectives, mesh, work, compute)))
-        forward.append({"forward": 1.0, "step": 1 / 3}.get(one.task.kind, 0.0))
 
-    gathers = np.zeros(_SIZE)
-    n_chunks = len({one.chunk for one in stage.passes})
-    for each in plan.collectives:
-        if each.stage == number and each.kind == "all-gather" and each.times_per_step <= n_chunks:
-            gathers += _collective(Collective(each.kind, each.n_bytes, each.axes), mesh)
     return StageParts(
         submesh=stage.submesh,
         shape=stage.logical_shape,
         passes=tuple(passes),
-        is_forward=tuple(forward),
         last=last,
         update=Piece(update, _buckets(in_update, mesh, update, compute)),
-        gathers=gathers,
     )
 
 
@@ -251,10 +263,10 @@ def _collective(one: Collective, mesh: LogicalMesh) -> Coefficients:
 class _Compute:
     """Coefficients of the compute of equations in given specs, each kind of equation once."""
 
-    def __init__(self, mesh: LogicalMesh) -> None:
+    def __init__(self, mesh: LogicalMesh, cast_bytes: float) -> None:
         device = mesh.device
         assert device is not None and device.kernels is not None, mesh
-        self._kernels, self._shape = device.kernels, mesh.shape
+        self._kernels, self._shape, self._cast_bytes = device.kernels, mesh.shape, cast_bytes
         self._cache, self._known = StrategyCache(), dict[Any, Coefficients]()
         # A device without the seconds of each kind of kernel.
         changes: list[dict[str, float]] = [
@@ -291,6 +303,9 @@ class _Compute:
             starts_s / kernels.launch_s,
             whole - products_s - attention_s - other_s - starts_s,
         )
+        if str(eqn.params.get("new_dtype")).startswith("float8"):
+            # Of the bytes, one is written at `memory_efficiency`, the others move at the bandwidth.
+            found[_N_KERNELS - 1] += (self._cast_bytes - 1) * found[2]
         return found
 
 
@@ -325,10 +340,8 @@ def load(path: Path) -> Parts | str:
             submesh=tuple(stage["submesh"]),
             shape=tuple(stage["shape"]),
             passes=tuple(map(_piece, stage["passes"])),
-            is_forward=tuple(stage["is_forward"]),
             last={int(number): _piece(piece) for number, piece in stage["last"].items()},
             update=_piece(stage["update"]),
-            gathers=np.array(stage["gathers"]),
         )
         for stage in data.pop("stages")
     )

@@ -22,7 +22,7 @@ from benchmarks.planning import planned, traced_step
 from benchmarks.published_runs.gpus import cluster_of_gpus, power_part
 from benchmarks.published_runs.parts import Parts, key_of, load, parts_of, save, total_s
 from benchmarks.published_runs.record import Run
-from benchmarks.published_runs.trainers import EXPOSED_PART, OPERATORS_PART, attention_efficiency
+from benchmarks.published_runs.trainers import EXPOSED_PART, OPERATORS_PART, Trainer, attention_efficiency
 from minialpa import (
     AutoLayerOption,
     AutoShardingOption,
@@ -41,6 +41,8 @@ from minialpa.tracing.trace import TracedStep
 #: Multiples of the GPUs' memory. A run is planned in the smallest one with a plan, because the plans of some completed
 #: runs need more memory than their GPUs have.
 _MEMORIES = (1.0, 1.25, 1.5, 2.0, 4.0)
+#: Most chunks of a stage in a plan.
+_MOST_CHUNKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,9 @@ def parts_of_run(run: Run, folder: Path | None = None) -> Parts | str:
     found = load(path) if path is not None and path.exists() else _planned_parts(short)
     if path is not None and not path.exists():
         save(path, found)
-    return found if isinstance(found, str) else dataclasses.replace(found, n_micro_batches=run.n_micro_batches)
+    if isinstance(found, str):
+        return found
+    return dataclasses.replace(found, n_micro_batches=run.n_micro_batches, n_chunks=run.n_chunks)
 
 
 def _planned_parts(run: Run) -> Parts | str:
@@ -110,22 +114,36 @@ def _planned_parts(run: Run) -> Parts | str:
     except MinialpaError as error:
         return str(error).splitlines()[0]
     hides = run.trainer.gathers_ahead and not run.shards_parameters
-    return parts_of(traced(run), plan, hides_gathers=hides, plan_s=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return parts_of(traced(run), plan, hides_update=hides, plan_s=seconds, cast_bytes=run.trainer.cast_bytes)
 
 
 def _shortened(run: Run) -> Run:
-    """The run with two micro-batches for each stage, if it has more: passes and memory are the same."""
+    """The run with two micro-batches and at most `_MOST_CHUNKS` chunks for each stage: passes are the same.
+
+    Chunks move the memory of a stage by a few percent.
+    """
+    run = dataclasses.replace(run, n_chunks=_least_chunks(run))
     n, rest = 2 * run.pp, run.batch % run.n_micro_batches
     if run.pp == 1 or run.n_micro_batches <= n or rest:
         return run
     return dataclasses.replace(run, batch=run.batch // run.n_micro_batches * n, n_micro_batches=n)
 
 
+def _least_chunks(run: Run) -> int:
+    """At most `_MOST_CHUNKS`, at best of equally many layers, and at least three, as fewer need more memory."""
+    most = min(run.n_chunks, _MOST_CHUNKS)
+    per_stage = run.model.n_layers // run.pp
+    return next((n for n in range(most, 2, -1) if per_stage % n == 0), most)
+
+
 def _key(run: Run) -> str:
     """Equal for runs with equal plans, at any rates of kernels."""
+    trainer = run.trainer if run.model.in_float8 else dataclasses.replace(run.trainer, cast_bytes=Trainer().cast_bytes)
     plain = dataclasses.replace(
-        run, number=0, system="", name="", notes="", step_s=None, peak_bytes=None, group=(), recomputation_is_open=False
-    )
+        run, number=0, system="", name="", notes="", step_s=None, peak_bytes=None, group=(), trainer=trainer,
+        recomputation_is_open=False,
+    )  # fmt: skip
     return key_of(plain, cluster_of(run).inter_host.beta_s_per_byte)
 
 
@@ -185,18 +203,21 @@ def cluster_of(run: Run, change: Callable[[KernelRates], KernelRates] = lambda r
 
 def _weight_specs(run: Run) -> dict[str, PartitionSpec]:
     """Specs of weights under tensor parallelism, and with groups that share weights."""
-    partitions = run.model.weight_partitions("y" if run.tp > 1 else None, "x" if run.shards_parameters else None)
+    # Axes of examples, of positions under context parallelism, and of operators.
+    operators = ("z" if run.cp > 1 else "y") if run.tp > 1 else None
+    groups = ("x", "y") if run.cp > 1 else "x"
+    partitions = run.model.weight_partitions(operators, groups if run.shards_parameters else None)
     return {f"[0][0]{path}": partition for path, partition in partitions.items()}
 
 
 def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None) -> Method:
     """The degrees of a run. Without tensor parallelism, all devices of a stage split the examples."""
-    per_stage = run.dp * run.fsdp * run.tp
+    per_stage = run.dp * run.fsdp * run.cp * run.tp
     in_host = min(run.per_host, per_stage)
     hosts = per_stage // in_host
     option = AutoShardingOption(prefer_reduce_scatter=True, memory_limit_bytes=memory_bytes, shardings="pin")
-    if run.tp > 1:
-        shape: tuple[int, ...] = (run.dp * run.fsdp, run.tp)
+    if run.tp * run.cp > 1:
+        shape = tuple(run.model.axes.values())
         # Without groups that share weights, the weights that a group splits stay split: no trainer gathers them.
         option = dataclasses.replace(
             option,

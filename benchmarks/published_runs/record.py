@@ -110,8 +110,6 @@ def run_of(number: int, row: Row) -> Run:
     if (row["ep"] or 1) > 1 and row["model"] not in _MIXTURES:
         raise NotBuiltError(f"{row['model']}: a mixture of experts")
     dp, fsdp, tp, pp, cp = (row[name] or 1 for name in ("dp", "fsdp", "tp", "pp", "cp"))
-    if cp > 1:
-        raise NotBuiltError(f"{row['model']}: cp {cp}")
     chip_of(row["gpu_kind"])
     trainer = trainer_of(row["system"], row["notes"])
     model = _model(row, trainer)
@@ -159,7 +157,8 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
         "has_dropout": trainer.has_dropout,
         # Products with a scale for each row took as long as bfloat16 products when they were published.
         "in_float8": "fp8" in row["dtype"] and "rowwise" not in row["dtype"],
-        "tensor_parallel": (n_groups, row["tp"]) if row["tp"] > 1 or _shards_parameters(row) else None,
+        "tensor_parallel": (n_groups, row["tp"]) if row["tp"] * row["cp"] > 1 or _shards_parameters(row) else None,
+        "context": row["cp"],
         "shards_weights": _shards_parameters(row),
         "sequence_parallel": trainer.splits_positions,
     }
@@ -213,7 +212,9 @@ def _n_layers(row: Row, vocab: int) -> int:
 
 
 def _shards_parameters(row: Row) -> bool:
-    return (row["fsdp"] or 1) > 1 and "sharding SHARD_GRAD_OP" not in row["notes"]
+    """torchtitan also shards them over the devices that split positions (its mesh `dp_shard_cp`)."""
+    is_split = (row["fsdp"] or 1) > 1 or (row["cp"] > 1 and "torchtitan" in row["system"])
+    return is_split and "sharding SHARD_GRAD_OP" not in row["notes"]
 
 
 def _n_micro_batches(row: Row, trainer: Trainer, n_groups: int, pp: int) -> int:
@@ -225,7 +226,7 @@ def _n_micro_batches(row: Row, trainer: Trainer, n_groups: int, pp: int) -> int:
 
 
 def _n_chunks(row: Row, trainer: Trainer, n_layers: int, pp: int, n_micro_batches: int) -> int:
-    """Chunks of a stage: the notes' number; without one, as many as divide the layers of a stage."""
+    """Chunks of a stage: the notes' number; else at most `_MOST_CHUNKS` of equally many layers, or a layer each."""
     noted = re.search(r"\bVP (\w+)", row["notes"])
     if noted:
         return int(noted[1]) if noted[1].isdigit() else 1
@@ -233,7 +234,8 @@ def _n_chunks(row: Row, trainer: Trainer, n_layers: int, pp: int, n_micro_batche
     if pp == 1 or n_micro_batches % pp or not (trainer.interleaves or says_so):
         return 1
     per_stage, rest = divmod(n_layers, pp)
-    return 2 if rest else max(n for n in range(1, _MOST_CHUNKS + 1) if per_stage % n == 0)
+    equal = max(n for n in range(1, _MOST_CHUNKS + 1) if per_stage % n == 0)
+    return 2 if rest else equal if equal > 1 else per_stage
 
 
 def _recomputation(row: Row, trainer: Trainer) -> Recomputation:

@@ -29,13 +29,15 @@ class Trainer:
         hides_operators: whether products hide the collectives of tensor parallelism, chunk by chunk.
         interleaves: whether stages have several chunks (runs of layers) if rows do not give their number.
         overlap: the fraction of its work that runs while it sums gradients and gathers weights.
-        gathers_ahead: whether the first passes of a step hide the gathers of the weights that the step before changed.
+        gathers_ahead: whether the first passes of a step hide the gathers of the weights that the step before changed,
+            and the last passes the sums of gradients.
         fills_pipeline: whether a pipeline has as many micro-batches as stages if rows do not give their number; else a
             micro-batch is one example for each device that splits them.
-        recomputes_unread: whether full recomputation repeats all of a block, also values without a reader, as PyTorch
-            does.
+        recomputes_unread: whether full recomputation repeats all of a block, also values without a reader.
         keeps_every_second: whether "selective" recomputation keeps every second product; else it recomputes scores.
         total_bytes: bytes of a number in the accumulators of gradients; minialpa's have 4.
+        cast_bytes: bytes that are read and written to cast a number from bfloat16 to float8, also in a transposed copy,
+            because products of H100s read both operands along the sum.
         blocked_s: seconds of delay of a product and the kernels around it, because the host waits for each kernel
             before it starts the next one.
     """
@@ -52,6 +54,7 @@ class Trainer:
     recomputes_unread: bool = True
     keeps_every_second: bool = False
     total_bytes: int = 4
+    cast_bytes: float = 1.0
     blocked_s: float = 0.0
 
 
@@ -59,7 +62,15 @@ class Trainer:
 #: They summed gradients after the last backward pass.
 _EARLY = Trainer(attention="written", has_dropout=True, splits_positions=False, overlap=0.0)
 #: Transformer Engine: attention of cuDNN, user buffers that overlap products and collectives.
-_TRANSFORMER_ENGINE = Trainer(attention="cudnn", hides_operators=True, interleaves=True, gathers_ahead=True)
+#: One kernel reads a number, and writes it and its transpose.
+_TRANSFORMER_ENGINE = Trainer(
+    attention="cudnn", hides_operators=True, interleaves=True, gathers_ahead=True, cast_bytes=4
+)
+
+#: PyTorch's checkpoints without reentrant autograd stop at the last value that the backward pass reads
+#: (`set_checkpoint_early_stop`); Megatron's own repeat all of a block. torchao's float8 finds the largest number
+#: first (2 bytes), and writes a number (3) and its transpose (3) in separate kernels.
+_PYTORCH = Trainer(recomputes_unread=False, cast_bytes=8)
 
 #: (regular expression for the name of a system, trainer); the first one that is found counts.
 _TRAINERS: tuple[tuple[str, Trainer], ...] = (
@@ -69,9 +80,9 @@ _TRAINERS: tuple[tuple[str, Trainer], ...] = (
     (r"GPT-NeoX|Megatron-LM.*20(19|20|21)", _EARLY),
     (r"Megatron-Bridge|NeMo|Megatron-Core|Megatron-LM", _TRANSFORMER_ENGINE),
     (r"MaxText|JAX|Paxml|T5X|AXLearn", Trainer(attention="cudnn", recomputes_unread=False)),
-    (r"torchtitan", Trainer(elementwise="operators", keeps_every_second=True, fills_pipeline=True)),
-    # `attn_impl: triton`, FlashAttention 1 with the bias of ALiBi.
-    (r"llm-foundry", Trainer(attention="triton")),
+    (r"torchtitan", replace(_PYTORCH, elementwise="operators", keeps_every_second=True, fills_pipeline=True)),
+    # `attn_impl: triton`, FlashAttention 1 with the bias of ALiBi; float8 of Transformer Engine.
+    (r"llm-foundry", replace(_PYTORCH, attention="triton", cast_bytes=_TRANSFORMER_ENGINE.cast_bytes)),
 )
 
 #: The fraction of the peak rate of bfloat16 that a kernel of attention reaches forward and backward, with the

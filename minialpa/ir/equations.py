@@ -48,7 +48,7 @@ def is_literal(atom: Atom) -> TypeIs[Literal]:
 
 
 def operand_vars(eqn: JaxprEqn) -> list[Var]:
-    return [atom for atom in eqn.invars if not is_literal(atom)]
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]  # called most often
 
 
 def fresh_var(aval: Any) -> Var:

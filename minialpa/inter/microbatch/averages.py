@@ -8,6 +8,7 @@ flag, or several layers in one array.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -108,13 +109,13 @@ def replaced_inputs(step: TracedStep, results: Sequence[AffineValue]) -> list[fr
     """For each result, the arguments of its type in which it is affine and that it replaces in the next call."""
     invars, outvars = step.flat.invars, step.flat.outvars
     replaced: list[set[int]] = [set() for _ in outvars]
-    for i, var in enumerate(invars):
-        array_type = aval_of(var).shape, aval_of(var).dtype
-        may_replace = [
-            j
-            for j, (atom, value) in enumerate(zip(outvars, results, strict=True))
-            if i in value.inputs and (aval_of(atom).shape, aval_of(atom).dtype) == array_type
-        ]
+    affine_in = defaultdict[int, list[int]](list)
+    for j, value in enumerate(results):
+        for i in value.inputs:
+            affine_in[i].append(j)
+    for i, numbers in affine_in.items():
+        array_type = aval_of(invars[i]).shape, aval_of(invars[i]).dtype
+        may_replace = [j for j in numbers if (aval_of(outvars[j]).shape, aval_of(outvars[j]).dtype) == array_type]
         # If the step also returns the argument unchanged, other results that add to it are logs.
         unchanged = [j for j in may_replace if results[j] == AffineValue(inputs=frozenset([i]))]
         in_place = [j for j in may_replace if step.layouts[j] == i]
