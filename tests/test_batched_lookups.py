@@ -122,6 +122,8 @@ OTHER: dict[str, Callable[[Any, Any], Any]] = {
     "overflowing": lambda x, i: jnp.zeros((300, 2))[jnp.arange(300, dtype=np.uint8), 0],
     "rounded": lambda x, i: x[(_rows().astype(np.float32) * 1.0).astype(np.int32), i],
     "both": lambda x, i: x[jnp.arange(3)[:, None], jnp.arange(3)[:, None], jnp.arange(3)[None]],
+    "the later of two": lambda x, i: x[jnp.maximum(_rows()[:, None], _rows()[None]), i[None]],
+    "the later of two, chosen": lambda x, i: x[jnp.where((r := _rows()[:, None]) >= _rows()[None], r, 0), i[None]],
 }  # fmt: skip
 
 

@@ -115,9 +115,12 @@ def _gradients(
 Sums = State
 
 
-def first_sums(query: jax.Array, value: jax.Array) -> Sums:
-    dtype = functools.reduce(np.promote_types, (query.dtype, value.dtype), np.dtype(np.float32))
-    rows = query.shape[:-1]
+def dtype_of_sums(*arrays: jax.Array) -> np.dtype[Any]:
+    return functools.reduce(np.promote_types, (x.dtype for x in arrays), np.dtype(np.float32))
+
+
+def first_sums(query: jax.Array, key: jax.Array, value: jax.Array) -> Sums:
+    dtype, rows = dtype_of_sums(query, key, value), query.shape[:-1]
     return jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, value.shape[-1]), dtype)
 
 
@@ -377,10 +380,7 @@ def _problem(
     first_bias = n + 2 * kind.n_segments
     end = first_bias + kind.n_biases
     positions, segments, biases, masks = others[:n], others[n:first_bias], others[first_bias:end], others[end:]
-    dtype = np.dtype(np.float32)
-    for x in (query, key, value, *biases):
-        dtype = np.promote_types(dtype, x.dtype)
-
+    dtype = dtype_of_sums(query, key, value, *biases)
     b, t, g, r, _ = query.shape
     rows, columns = _axes(t, key.shape[1], b * g * r)
     return _BlockedArrays(

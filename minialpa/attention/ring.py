@@ -84,7 +84,7 @@ def attend(ring: Ring, *operands: jax.Array, kind: AttentionKind) -> list[jax.Ar
         sent = ring.send(block)
         return sent, of_block(block, sums, k)
 
-    start = (layout.pack((key, value)), blockwise.first_sums(query, value))
+    start = (layout.pack((key, value)), blockwise.first_sums(query, key, value))
     block, sums = blockwise.loop(ring.n - 1, step, start)
     out, logsumexp = blockwise.results_of(of_block(block, sums, np.int32(ring.n - 1)), n_keys)
     return [out.astype(value.dtype), logsumexp]
@@ -124,7 +124,7 @@ def differentiate(
     # The first step sends b, too.
     before = of_keys.unpack(ring.send(of_keys.pack(half((key, value), 1)), back=True))
     start = (layout.pack(half((key, value, *zeros), 0)), layout.pack((*before, *half(zeros, 1))))
-    query_zeros = (jnp.zeros(query.shape, blockwise.first_sums(query, value)[0].dtype),)
+    query_zeros = (jnp.zeros(query.shape, blockwise.first_sums(query, key, value)[0].dtype),)
     a, b, (query_bar,) = blockwise.loop(ring.n, step, (*start, query_zeros))
     last = of_bars.unpack(ring.send(of_bars.pack(layout.unpack(b)[2:])))
     bars = [jnp.concatenate(halves, axis=1) for halves in zip(layout.unpack(a)[2:], last, strict=True)]
@@ -226,7 +226,7 @@ def _add_keys(kind: AttentionKind, n_keys: int, queries: Arrays, keys: Arrays, s
 
 def _add_gradients(kind: AttentionKind, queries: Arrays, keys: Arrays, sums: Any) -> Any:
     query_bar, *key_bars = blockwise.gradients_of_keys(queries, keys, kind=kind)
-    return jax.tree.map(jnp.add, sums, ((query_bar,), tuple(key_bars)))
+    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, ((query_bar,), tuple(key_bars)))
 
 
 def _over_pairs(side: int, add: Add, layout: _Layout | None = None) -> Add:
@@ -245,7 +245,8 @@ def _over_pairs(side: int, add: Add, layout: _Layout | None = None) -> Add:
             if layout is not None:
                 key, value, *bars = layout.unpack(start)
                 piece = key, value, *piece
-                start = tuple(x.astype(np.promote_types(x.dtype, np.float32)) for x in bars)
+                wide = blockwise.dtype_of_sums(queries[0], key, value)
+                start = tuple(x.astype(np.promote_types(x.dtype, wide)) for x in bars)
 
             def row(i: Any, sums: Any) -> Any:
                 of_queries, of_piece = sums

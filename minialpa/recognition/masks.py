@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
 from minialpa.recognition.terms import Axes, Label, Mask
-from minialpa.tracing.affine import Affine, combined, filled
+from minialpa.tracing.affine import Affine, combined, filled, stretched
 from minialpa.tracing.affine_programs import AffineProgram
 
 #: Largest offset of a window: its sums with positions fit into 32 bits.
@@ -211,8 +211,7 @@ class MaskReader:
             return None
 
         shape = shape_of(eqn.outvars[0])
-        left, right = (x if x.shape else filled(shape, x.offset) for x in (a, b))
-        difference = combined(filled(shape, offset), combined(left, right, -1), sign)
+        difference = combined(filled(shape, offset), combined(stretched(a, shape), stretched(b, shape), -1), sign)
         if not positive:
             # For integers, not (x >= 0) is -x - 1 >= 0.
             difference = combined(filled(shape, -1), difference, -1)

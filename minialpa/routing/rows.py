@@ -365,7 +365,7 @@ class _Writer:
             one_hot = self._maker_of(made.invars[0], "convert_element_type")
             units = tables.read(one_hot.invars[0] if one_hot is not None else made.invars[0])
             is_matrix = made.params["axes"] == (0,) and len(shape_of(made.invars[0])) == 2
-            return bool(is_matrix and units and units[0] == "ids" and _is_unit(units[1], bound, n_groups))
+            return bool(is_matrix and units and units[::2] == ("ids", 0) and _is_unit(units.values, bound, n_groups))
         made = self._maker_of(sizes, "scatter-add")
         if made is None or not is_lookup(made, gathers=False) or shape_of(made.invars[0]) != (n_groups,):
             return False
@@ -387,7 +387,9 @@ class _Writer:
             found = shape[eqn.params.get("axis", -1)]
         elif name == "argmax":
             found = math.prod(shape[axis] for axis in eqn.params["axes"])
-        return found if found is not None and found <= np.iinfo(aval_of(atom).dtype).max else None
+        dtype = aval_of(atom).dtype
+        is_kept = found is not None and np.issubdtype(dtype, np.integer) and found <= np.iinfo(dtype).max
+        return found if is_kept else None
 
     # ---- rows in and out ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -16,8 +16,17 @@ Array = np.ndarray[Any, Any]
 
 #: The same elements.
 _IDENTITIES = ("copy", "stop_gradient")
+_LAYOUTS = ("broadcast_in_dim", "reshape", "squeeze")
 #: Most values of a table. Functions of more elements are compared part by part.
 MOST_VALUES = 1 << 18
+
+
+class Table(NamedTuple):
+    """values: dimensions of equal elements have length 1. dim: of the elements of `base`, if the table has a base."""
+
+    base: str | None
+    values: Array
+    dim: int | None = None
 
 
 class Tables:
@@ -38,19 +47,19 @@ class Tables:
     ) -> None:
         self.producers, self.bases, self.n = producers, bases, n
         self.first, self.size = first, min(MOST_VALUES, n - first)
-        self._known: dict[Atom, tuple[str | None, Array] | None] = {}
+        self._known: dict[Atom, Table | None] = {}
         self._proofs = {} if proofs is None else proofs
 
-    def read(self, atom: Atom) -> tuple[str | None, Array] | None:
-        """Name of the base, and values; dimensions of equal elements have length 1. None if unknown."""
+    def read(self, atom: Atom) -> Table | None:
+        """None if unknown."""
         if is_literal(atom):
             value = np.asarray(atom.val)
-            return (None, value) if value.dtype.kind in "biu" else None
+            return Table(None, value) if value.dtype.kind in "biu" else None
         if atom not in self._known:
             base = self.bases(atom)
             dtype = getattr(aval_of(atom), "dtype", None)
             if base is not None:
-                self._known[atom] = base, np.arange(self.first, self.first + self.size, dtype=dtype)
+                self._known[atom] = Table(base, np.arange(self.first, self.first + self.size, dtype=dtype), 0)
             elif atom not in self.producers or np.dtype(dtype).kind not in "biu":
                 self._known[atom] = None
             else:
@@ -60,7 +69,8 @@ class Tables:
     def constant(self, atom: Atom) -> int | None:
         """The integer that an array is everywhere; None if unknown."""
         found = self.read(atom)
-        return int(found[1].item()) if found is not None and found[0] is None and found[1].size == 1 else None
+        is_known = found is not None and found.base is None and found.values.size == 1
+        return int(found.values.item()) if found is not None and is_known else None
 
     def is_quotient(self, atom: Atom, base: str, divisor: int) -> bool:
         """Whether it is base // divisor, in an array [n] or [n 1]."""
@@ -78,12 +88,12 @@ class Tables:
     def base_of(self, atom: Atom) -> str | None:
         """The name of the elements of which an array [n] or [n 1] is a function; None for other arrays."""
         found = self.read(atom)
-        return found[0] if found is not None and found[1].size == self.size else None
+        return found.base if found is not None and found.values.size == self.size else None
 
     def _has_quotients(self, atom: Atom, base: str, divisor: int) -> bool:
         found = self.read(atom)
         values = np.arange(self.first, self.first + self.size) // divisor
-        return found is not None and self.base_of(atom) == base and np.array_equal(found[1].reshape(-1), values)
+        return found is not None and self.base_of(atom) == base and np.array_equal(found.values.reshape(-1), values)
 
     def _text(self, atom: Atom) -> Hashable:
         """Equal for equal functions."""
@@ -103,35 +113,42 @@ class Tables:
         add(atom)
         return program_key(tuple(inputs), tuple(eqns), (atom,))
 
-    def _computed(self, eqn: JaxprEqn) -> tuple[str | None, Array] | None:
+    def _computed(self, eqn: JaxprEqn) -> Table | None:
         name, params = eqn.primitive.name, eqn.params
         if name == "iota":
             shape = [size if d == params["dimension"] else 1 for d, size in enumerate(params["shape"])]
-            # Beside a part of the base, other elements would be in the same places.
-            if max(shape) > (MOST_VALUES if self.size == self.n else 1):
+            if max(shape) > MOST_VALUES:
                 return None
-            return None, np.arange(max(shape), dtype=params["dtype"]).reshape(shape)
+            return Table(None, np.arange(max(shape), dtype=params["dtype"]).reshape(shape))
 
         if name == "gather" and len(shape_of(eqn.outvars[0])) == 1:
             return self._looked_up(*eqn.invars)
         operands = [self.read(atom) for atom in eqn.invars]
-        if not operands or None in operands:
+        known = [one for one in operands if one is not None]
+        if not known or len(known) < len(operands):
             return None
-        bases = {one[0] for one in operands if one is not None} - {None}
-        arrays = [one[1] for one in operands if one is not None]
-        values = self._applied(eqn, arrays) if len(bases) < 2 else None
-        return None if values is None else (next(iter(bases), None), values)
+        if name in _LAYOUTS:
+            return _in_layout(eqn, known[0])
+        of_base = {one[::2] for one in known if one.base is not None}
+        if len(of_base) > 1:
+            return None
+        base, dim = next(iter(of_base), (None, None))
+        # Beside the base, whose elements have any order, other elements would be in the same places.
+        if dim is not None and any(one.base is None and one.values.ndim and one.values.shape[dim] > 1 for one in known):
+            return None
+        values = _applied(eqn, [one.values for one in known])
+        return None if values is None else Table(base, values, dim)
 
-    def _looked_up(self, array: Atom, index: Atom) -> tuple[str | None, Array] | None:
+    def _looked_up(self, array: Atom, index: Atom) -> Table | None:
         """Elements [n] of an array [n], whose elements do not depend on a base."""
         places = self.read(index)
         is_whole = shape_of(array) == (self.n,) and shape_of(index) == (self.n, 1) and places is not None
-        if not is_whole or places is None or places[1].size != self.size:
+        if not is_whole or places is None or places.values.size != self.size:
             return None
-        values, at = None, places[1].reshape(-1).astype(np.int64)
+        values, at = None, places.values.reshape(-1).astype(np.int64)
         if np.all((at >= 0) & (at < self.n)):
             values = self._elements(array, at)
-        return None if values is None else (places[0], values)
+        return None if values is None else Table(places.base, values, places.dim)
 
     def _elements(self, atom: Atom, at: Array) -> Array | None:
         """The elements at these places of the array as a vector; None if unknown."""
@@ -153,38 +170,38 @@ class Tables:
         arrays = [self._elements(one, at) for one in eqn.invars]
         known = [one for one in arrays if one is not None]
         is_elementwise = name in FUNCTIONS or name == "convert_element_type"
-        return self._applied(eqn, known) if is_elementwise and len(known) == len(arrays) else None
-
-    def _applied(self, eqn: JaxprEqn, arrays: list[Array]) -> Array | None:
-        name, out, first = eqn.primitive.name, aval_of(eqn.outvars[0]), arrays[0]
-        if name in ("div", "rem") and not np.all(arrays[1]):
-            return None
-        if name in _IDENTITIES:
-            return first
-        if name in FUNCTIONS:
-            with np.errstate(all="ignore"):  # integers wrap, as on devices
-                return np.asarray(FUNCTIONS[name](*arrays)).astype(out.dtype)
-        if name == "convert_element_type":
-            return first.astype(out.dtype) if out.dtype.kind in "biu" else None
-        return _in_layout(eqn, first)
+        return _applied(eqn, known) if is_elementwise and len(known) == len(arrays) else None
 
 
-def _in_layout(eqn: JaxprEqn, first: Array) -> Array | None:
-    """The result of an equation that changes the layout; dimensions of equal elements have length 1."""
-    name, out = eqn.primitive.name, aval_of(eqn.outvars[0])
+def _applied(eqn: JaxprEqn, arrays: list[Array]) -> Array | None:
+    name, out, first = eqn.primitive.name, aval_of(eqn.outvars[0]), arrays[0]
+    if name in ("div", "rem") and not np.all(arrays[1]):
+        return None
+    if name in _IDENTITIES:
+        return first
+    if name in FUNCTIONS:
+        with np.errstate(all="ignore"):  # integers wrap, as on devices
+            return np.asarray(FUNCTIONS[name](*arrays)).astype(out.dtype)
+    if name == "convert_element_type":
+        return first.astype(out.dtype) if out.dtype.kind in "biu" else None
+    return None
+
+
+def _in_layout(eqn: JaxprEqn, table: Table) -> Table | None:
+    """The result of an equation that changes the layout."""
+    name, out, first = eqn.primitive.name, aval_of(eqn.outvars[0]), table.values
     if not first.ndim:
-        return first if name in ("broadcast_in_dim", "reshape") else None
-    shape = [1] * len(out.shape)
+        return table if name != "squeeze" else None
     if name == "broadcast_in_dim":
-        for size, dim in zip(first.shape, eqn.params["broadcast_dimensions"], strict=True):
-            shape[dim] = size
-        return first.reshape(shape)
-    if name in ("reshape", "squeeze"):
+        new_dims = dict(enumerate(eqn.params["broadcast_dimensions"]))
+    else:
         old = [d for d, size in enumerate(shape_of(eqn.invars[0])) if size > 1]
         new = [d for d, size in enumerate(out.shape) if size > 1]
         if [shape_of(eqn.invars[0])[d] for d in old] != [out.shape[d] for d in new]:
             return None
-        for d, e in zip(old, new, strict=True):
-            shape[e] = first.shape[d]
-        return first.reshape(shape)
-    return None
+        new_dims = dict(zip(old, new, strict=True))
+    shape = [1] * len(out.shape)
+    for old_dim, dim in new_dims.items():
+        shape[dim] = first.shape[old_dim]
+    dim = None if table.dim is None else new_dims.get(table.dim)
+    return Table(table.base, first.reshape(shape), dim) if (dim is None) == (table.base is None) else None

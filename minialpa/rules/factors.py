@@ -89,6 +89,14 @@ class Factors:
     def splittable(self) -> tuple[int, ...]:
         return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.blocked)
 
+    @property
+    def of_empty_arrays(self) -> frozenset[int]:
+        """jax cannot read arrays without elements that devices share."""
+        if 0 not in self.sizes:
+            return frozenset()
+        named = (frozenset(itertools.chain.from_iterable(dims)) for dims in (*self.operands, *self.results))
+        return frozenset().union(*(found for found in named if any(self.sizes[f] == 0 for f in found)))
+
     def on_mesh(self) -> Factors:
         """The factors for mesh axes: devices know their positions, and pass slices to each other."""
         return replace(self, blocked=self.blocked.difference(self.positional, self.shifts))

@@ -97,6 +97,14 @@ def of_constant(value: np.ndarray, shape: Sequence[int], at: At | None) -> Affin
     return found if np.array_equal(expected, value.astype(np.int64)) else None
 
 
+def stretched(x: Affine, shape: tuple[int, ...]) -> Affine:
+    """`x`, a scalar or with length 1 in some dimensions, broadcast to `shape`."""
+    if not x.shape:
+        return filled(shape, x.offset)
+    strides = tuple(stride if size > 1 else 0 for stride, size in zip(x.strides, x.shape, strict=True))
+    return Affine(x.offset, strides, shape)
+
+
 def combined(x: Affine, y: Affine, factor: int) -> Affine:
     """x + factor * y."""
     strides = tuple(s + factor * t for s, t in zip(x.strides, y.strides, strict=True))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.equations import Atom, aval_of, shape_of
-from minialpa.tracing.affine import Affine, At, at_place, combined, filled, has_same_values, reshaped
+from minialpa.tracing.affine import Affine, At, at_place, combined, filled, has_same_values, reshaped, stretched
 
 #: An operand, or its slice, as an affine function.
 Read = Callable[[Atom, At | None], Affine | None]
@@ -35,18 +35,26 @@ def _shape(eqn: JaxprEqn, at: At | None) -> tuple[int, ...]:
     return shape if at is None else (*shape[: at.dim], 1, *shape[at.dim + 1 :])
 
 
+def _read_operand(read: Read, atom: Atom, at: At | None) -> Affine | None:
+    """Of an elementwise equation; it may have length 1 where the result is longer."""
+    shape = shape_of(atom)
+    if at is None or not shape:
+        return read(atom, None)
+    return read(atom, At(at.dim, 0) if shape[at.dim] == 1 else at)
+
+
 def _elementwise(*names: str) -> Callable[[Callable[..., Affine | None]], Callable[..., Affine | None]]:
-    """Register `fun(eqn, *operands)` for elementwise primitives; scalar operands are broadcast first."""
+    """Register `fun(eqn, *operands)` for elementwise primitives; operands are broadcast first."""
 
     def register(fun: Callable[..., Affine | None]) -> Callable[..., Affine | None]:
         @_rule(*names)
         def rule(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
             shape, found = _shape(eqn, at), list[Affine]()
             for atom in eqn.invars:
-                operand = read(atom, at if shape_of(atom) else None)
+                operand = _read_operand(read, atom, at)
                 if operand is None:
                     return None
-                found.append(operand if operand.shape else filled(shape, operand.offset))
+                found.append(stretched(operand, shape))
             return fun(eqn, *found)
 
         return fun
@@ -125,7 +133,7 @@ def _negation(eqn: JaxprEqn, x: Affine) -> Affine | None:
 def _logic(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
     if aval_of(eqn.outvars[0]).dtype != np.bool_:
         return None
-    found = [read(atom, at if shape_of(atom) else None) for atom in eqn.invars]
+    found = [_read_operand(read, atom, at) for atom in eqn.invars]
     constants = [None if one is None else one.constant for one in found]
     deciding = int(eqn.primitive.name == "or")
     if deciding in constants:

@@ -128,6 +128,24 @@ def test_sums_in_16_bits_are_rounded_once_for_each_device() -> None:
             np.testing.assert_allclose(np.float32(found), expected, atol=4 * 2**-8 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.parametrize(
+    "wide, narrow", [(np.float64, np.float32), (np.float64, jnp.bfloat16), (np.float32, np.float64)]
+)
+def test_gradients_of_a_ring_may_have_another_dtype(wide: Any, narrow: Any) -> None:
+    """As of queries that the step converts to float64."""
+    mesh = LogicalMesh((4,))
+    with jax.enable_x64(True):
+        _, (eqn, operands) = _equations(causal(_D), _N, wide)
+        params = {**eqn.params, "dtypes": (np.dtype(narrow).name,) * 3}
+        traced = jax.make_jaxpr(lambda *xs: attention_gradient_p.bind(*xs, **params))(*operands)
+        eqn = traced.jaxpr.eqns[0]
+        compiled = compiled_shards(program_of(eqn, _ring(strategies_of(eqn, mesh), (0,)), mesh), operands)
+        for found, expected in zip(compiled(*operands), eval_equation(eqn, operands), strict=True):
+            assert found.dtype == expected.dtype == narrow
+            atol = 4 * max(float(jnp.finfo(one).eps) for one in (wide, narrow)) * float(jnp.abs(expected).max())
+            np.testing.assert_allclose(np.float64(found), np.float64(expected), atol=atol)
+
+
 def test_devices_of_a_balanced_ring_see_equally_many_keys() -> None:
     n = 4
     mesh = jax.make_mesh((n,), ("x",))

@@ -232,3 +232,17 @@ def test_positions_that_overflow_are_no_window(offset: int, is_on_keys: bool) ->
     assert found.counts == (1, 0)
     (kind,) = (eqn.params["kind"] for eqn in found.step.flat.eqns if eqn.primitive.name == "minialpa_attention")
     assert not kind.has_window and kind.n_masks == 1
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
+def test_unsigned_differences_of_positions_are_no_window(dtype: Any) -> None:
+    """i - j is large where j > i."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        i, j = jnp.arange(T, dtype=dtype)[:, None], jnp.arange(S, dtype=dtype)[None]
+        return mixed(jax.nn.softmax(jnp.where((i - j < 3)[None, None], scores_of(q, k), -1e9)), v)
+
+    found = compared(attention, QUERY, KEY, VALUE)
+    assert found.counts == (1, 0)
+    (kind,) = (eqn.params["kind"] for eqn in found.step.flat.eqns if eqn.primitive.name == "minialpa_attention")
+    assert not kind.has_window and kind.n_masks == 1

@@ -217,6 +217,7 @@ def _assignments(
 ) -> Iterator[Assignment]:
     """For the arguments, see `MeshStrategies.enumerate`."""
     linear = PassedSum(frozenset(factors.linear_operands))
+    kept |= factors.of_empty_arrays
     free = [factor for factor in factors.splittable if factor not in required.values() and factor not in kept]
     rings = [RingUse(split, passed) for split, passed in factors.rings.items() if split in free]
 
@@ -276,7 +277,10 @@ def _legal_assignment(factors: Factors, mesh_shape: Shape, uses: Sequence[Use], 
         assignment = [use.split if isinstance(use, RingUse) else use for use in uses]
     for axis in axes:
         factor = _shared_factor(assignment[axis])
-        if factor is not None and not factors.may_split(factor, _splits(tuple(assignment), mesh_shape)[factor]):
+        if factor is None:
+            continue
+        n = _splits(tuple(assignment), mesh_shape)[factor]
+        if factor in factors.of_empty_arrays or not factors.may_split(factor, n):
             assignment[axis] = None
     return tuple(assignment)
 
