@@ -90,6 +90,14 @@ def test_parameters_of_size_zero_simply_work() -> None:
     assert_allclose(parallel(new, make_batch()), step(expected, make_batch()), rtol=1e-4, atol=1e-5)
 
 
+def test_results_without_elements_can_be_read() -> None:
+    def step(batch: Any) -> Any:
+        return jax.lax.scan(lambda y, i: (y, y * i), batch, jnp.arange(0, dtype=batch.dtype)), batch[:, :0]
+
+    found = minialpa.parallelize(step)(np.ones((16, 8), np.float32))
+    assert [np.asarray(x).shape for x in jax.tree.leaves(found)] == [(16, 8), (0, 16, 8), (16, 0)]
+
+
 def test_micro_batches_without_a_batch() -> None:
     parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=2), batch_argnums=())
     refused(TraceError, "`batch_argnums` is empty", parallel, make_params(), make_batch())

@@ -149,7 +149,7 @@ class Timer:
         exposed_s: NDArray[np.float64] = np.zeros(len(self._compute))
         if self._buckets:
             hidden_s = np.minimum(self._collectives_s, kernels.overlap * (self._work @ rates))
-            exposed_s = np.bincount(self._owners, self._collectives_s - hidden_s, len(self._compute)).astype(np.float64)
+            np.add.at(exposed_s, self._owners, self._collectives_s - hidden_s)
 
         pass_s, update_s, saved_s = [], [], []
         for passes, last, update in self._stages:
