@@ -252,6 +252,8 @@ DATA_PARALLEL_METHODS: Mapping[str, Mapping[str, Any]] = {
 
 #: What the backward pass of a layer recomputes, see `ManualLayerOption`.
 Remat = Literal["none", "dots", "full", "offload", "offload_inputs"]
+#: The choices that move values to the host.
+MOVING: tuple[Remat, ...] = ("offload", "offload_inputs")
 #: The choices of users.
 RematChoice = Remat | Literal["auto"] | bool
 

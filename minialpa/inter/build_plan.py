@@ -196,7 +196,7 @@ def _whole_staged_step(context: PlanningContext, layered: LayeredStep, chunks: C
     return context.staged.get_or_make(
         (made_by, chunks, n, keeps, casts, splits, stacks),
         lambda: stage_step(
-            layered.step(one_program=len(chunks.layers) == 1),
+            layered.step(chunks.layers),
             n,
             groups,
             chunks.stage_of,
@@ -274,7 +274,7 @@ def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory
         context.report("stage shardings", mesh, len(placed.stages))
         slowest = _slowest_stage(placed, solved)
         try:
-            solved.append(_solve_mesh(context, placed, mesh, saves_memory=saves_memory, slowest=slowest))
+            solved.append(solve_mesh(context, placed, mesh, saves_memory=saves_memory, slowest=slowest))
         finally:
             context.report("stage shardings", mesh + 1, len(placed.stages))
     return solved
@@ -292,9 +292,15 @@ def _slowest_stage(placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Slowes
     return SlowestStage(seconds, _SPARE_PART * seconds * n / len(placed.stages))
 
 
-def _solve_mesh(
-    context: PlanningContext, placed: PlacedStages, mesh: int, *, saves_memory: bool, slowest: SlowestStage | None
+def solve_mesh(
+    context: PlanningContext,
+    placed: PlacedStages,
+    mesh: int,
+    *,
+    saves_memory: bool,
+    slowest: SlowestStage | None = None,
 ) -> SolvedMesh:
+    """As `solve_meshes`."""
     stage, staged = placed.stages[mesh], placed.staged
     chosen = stage.candidate
     own_mesh = context.cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)

@@ -27,13 +27,13 @@ from minialpa.inter.build_plan import (
     solve_meshes,
 )
 from minialpa.inter.context import PlanningContext
-from minialpa.inter.layers.choices import LayerCost, fastest_choices
+from minialpa.inter.layers.choices import LayerCost, fastest_mix
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
 from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage, placed_stages
 from minialpa.intra.graph.constraints import shape_of_constraints
-from minialpa.options import AutoLayerOption, AutoStageOption, Remat, remats_of
+from minialpa.options import MOVING, AutoLayerOption, AutoStageOption, Remat, remats_of
 from minialpa.plan import Plan
 
 #: A plan that fits is good up to this multiple of a faster plan that does not. By choice.
@@ -43,7 +43,6 @@ _MOST_MIXES = 3
 #: Choices that get slower shardings.
 _MOST_OTHER_SHARDINGS = 2
 _RECOMPUTING: tuple[Remat, ...] = ("dots", "full")
-_MOVING: tuple[Remat, ...] = ("offload", "offload_inputs")
 #: The layers for which rematerialisation is chosen; scans are cut between them.
 _LAYERS = AutoLayerOption(remat="auto")
 
@@ -218,7 +217,7 @@ class _LayerAttempts:
         device = self.stage.candidate.device or self.context.cluster.device
         may_move = device.host_bytes is not None
         alone = [first]
-        for choice in (*_RECOMPUTING, *_MOVING) if may_move else _RECOMPUTING:
+        for choice in (*_RECOMPUTING, *MOVING) if may_move else _RECOMPUTING:
             found = self._attempt((choice,) * self.n_may_recompute)
             yield found
             if found.free is not None:
@@ -235,32 +234,22 @@ class _LayerAttempts:
             yield self._attempt((one.choice,) * self.n_may_recompute, saves_memory=True)
 
     def _mixes(self, alone: Sequence[_Attempt]) -> Iterator[_Attempt]:
-        """alone: attempts with one choice for all layers. Seconds and bytes are taken as sums over layers.
-
-        The error of a sum is taken from the mix before.
-        """
-        free = [one.free for one in alone if one.free is not None]
-        n, kept = self.n_may_recompute, free[0]
-        costs = [LayerCost((f.n_bytes - kept.n_bytes) / n, (f.seconds - kept.seconds) / n) for f in free]
-        limit, tried = kept.limit_bytes - kept.n_bytes, {(k,) * n for k in range(len(free))}
+        """alone: attempts with one choice for all layers."""
+        free, n, error = [one.free for one in alone if one.free is not None], self.n_may_recompute, 0.0
+        tried = {(k,) * n for k in range(len(free))}
         best_s = min(one.plan.cost.total_s for one in alone if one.plan is not None)
         for _ in range(_MOST_MIXES):
-            picks = fastest_choices([costs] * n, limit)
-            if picks is None:
+            mix = fastest_mix([LayerCost(f.n_bytes, f.seconds) for f in free], n, free[0].limit_bytes - error)
+            if mix is None or mix.picks in tried or best_s <= _AS_FAST * mix.seconds:
                 return
-            picks = tuple(sorted(picks, key=lambda k: costs[k].n_bytes))  # values of the first layers wait longest
-            predicted_s = kept.seconds + sum(costs[k].seconds for k in picks)
-            if picks in tried or best_s <= _AS_FAST * predicted_s:
-                return
-            tried.add(picks)
-            found = self._attempt([alone[k].choice for k in picks])
+            tried.add(mix.picks)
+            found = self._attempt([alone[k].choice for k in mix.picks])
             if found.free is None:
                 return
             yield found
             if found.plan is not None:
                 best_s = min(best_s, found.plan.cost.total_s)
-            error = found.free.n_bytes - kept.n_bytes - sum(costs[k].n_bytes for k in picks)
-            limit = kept.limit_bytes - kept.n_bytes - error
+            error = found.free.n_bytes - mix.n_bytes
 
     def _attempt(self, choices: Sequence[Remat], *, saves_memory: bool = False) -> _Attempt:
         # Mixes may be faster than `below_s` even if these shardings are not.

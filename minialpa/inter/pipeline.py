@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.inter.build_plan import Sketch, best_of, plan_stages, preference, staged_step_of
+from minialpa.inter.build_plan import Sketch, StageTooLargeError, best_of, plan_stages, preference, staged_step_of
 from minialpa.inter.by_name import best_with_methods_by_name
 from minialpa.inter.context import PlanningContext, check_request, compiler_of
+from minialpa.inter.layer_choices import or_mixed_choices, plan_of_mix
 from minialpa.inter.layers.layered_step import CutStep, layered_step
 from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
 from minialpa.inter.plan_details import alternatives_to
@@ -39,7 +40,16 @@ from minialpa.inter.staging.replan import options_of
 from minialpa.inter.staging.stack_matrices import stacks_matrices
 from minialpa.inter.whole_plan import whole_plan
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, remats
+from minialpa.options import (
+    MOVING,
+    AutoLayerOption,
+    AutoStageOption,
+    FixedLayerOption,
+    LayerOption,
+    PlanOptions,
+    Remat,
+    remats,
+)
 from minialpa.plan import Plan
 from minialpa.support.progress import Report
 from minialpa.tracing.trace import TracedStep
@@ -140,17 +150,38 @@ def _planned(context: PlanningContext) -> Plan:
 def _plan_on_given_stages(context: PlanningContext, layers: LayerOption) -> Plan:
     """The best plan with the user's stages."""
 
-    def attempt(choice: int, recomputes: bool) -> Plan:
-        cut = _cut_step(context, layers, recomputes=recomputes)
+    def attempt(choices: tuple[Remat, ...]) -> Plan:
+        cut = _cut_step(context, layers, recomputes=choices != ("none",))
         stages = given_stages(context.cluster, context.options, cut.n_layers)
         _check_stages_on(context.logical_mesh, stages)
-        return plan_stages(context, layered_step(cut, remats(layers, cut.n_layers)[choice]), stages)
+        return plan_stages(context, layered_step(cut, choices * (cut.n_layers // len(choices))), stages)
 
-    choices = enumerate(remats(layers, 1))
-    best = best_of(partial(attempt, choice, recomputes=remat != ("none",)) for choice, remat in choices)
+    given = remats(layers, 1)
+    if len(given) == 1:
+        best = attempt(given[0])
+    else:
+        best = _plan_with_open_choices(context, given, attempt, _cut_step(context, layers, recomputes=True))
     if context.logical_mesh is None and layers == AutoLayerOption():
         return or_longer_scans(context, best, _cut_step(context, layers, recomputes=False))
     return best
+
+
+def _plan_with_open_choices(
+    context: PlanningContext,
+    given: Sequence[tuple[Remat, ...]],
+    attempt: Callable[[tuple[Remat, ...]], Plan],
+    cut: CutStep,
+) -> Plan:
+    """Raises the error of the choice with the least memory."""
+    try:
+        return or_mixed_choices(context, best_of(partial(attempt, choices) for choices in given), cut)
+    except StageTooLargeError:
+        mixed = plan_of_mix(context, cut, given_stages(context.cluster, context.options, cut.n_layers))
+        if mixed is not None:
+            return mixed
+        if context.cluster.device.host_bytes is None:
+            raise
+    return best_of(partial(attempt, (choice,)) for choice in MOVING)
 
 
 def _cut_step(context: PlanningContext, layers: LayerOption, *, recomputes: bool) -> CutStep:

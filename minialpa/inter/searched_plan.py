@@ -14,17 +14,19 @@ from functools import partial
 from minialpa.errors import InfeasibleError, TraceError
 from minialpa.inter.build_plan import StageTooLargeError, best_of, plan_stages, preference
 from minialpa.inter.context import PlanningContext
+from minialpa.inter.layer_choices import or_mixed_choices
 from minialpa.inter.layers.layered_step import CutStep, layered_step
 from minialpa.inter.one_stage import default_shape, plan_on_best_submesh
 from minialpa.inter.refine import or_longer_scans, or_shorter_bubble
 from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
 from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_cost import load_costs, save_costs
+from minialpa.inter.search.stage_dp import PipelineTooLargeError
 from minialpa.inter.search.sublayer_solver import SublayerSearch
 from minialpa.inter.search.submeshes import Space, candidates
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.inter.search_payoff import on_one_device
-from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
+from minialpa.options import MOVING, AutoShardingOption, AutoStageOption, LayerOption, Remat, remats
 from minialpa.plan import Certificate, Plan
 
 #: Plans after which a search ends although a sum of sublayers is lower.
@@ -35,6 +37,8 @@ _MAX_ROUNDS = 30
 _FEW_EQUATIONS = 10_000
 #: Steps with at most so many equations are planned for one device, too.
 _VERY_FEW_EQUATIONS = 4000
+#: By falling memory: the choices of a search in which nothing fits that stays on the devices.
+_MOVING_LAST: tuple[Remat, ...] = ("none", "dots", *MOVING)
 
 
 def plan_on_searched_stages(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> Plan:
@@ -52,10 +56,24 @@ def plan_on_searched_stages(context: PlanningContext, layers: LayerOption, auto:
 
 
 def _best_searched_plan(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: AutoStageOption) -> Plan:
+    """Values move to the host if memory is short."""
+    given = tuple(remat[0] for remat in remats(layers, 1))
+    spaces = [given] if len(given) == 1 or context.cluster.device.host_bytes is None else [given, _MOVING_LAST]
+    for choices in spaces:
+        try:
+            return _searched_plan(context, cut, auto, choices)
+        except InfeasibleError as error:
+            failure = error
+        if not isinstance(failure, PipelineTooLargeError | StageTooLargeError):
+            break
+    raise _explained_error(context, failure, auto)
+
+
+def _searched_plan(context: PlanningContext, cut: CutStep, auto: AutoStageOption, choices: tuple[Remat, ...]) -> Plan:
     options = context.options
     space = Space(
         micro_batches=options.micro_batch_choices(cut.step.batch_size),
-        remats=tuple(remat[0] for remat in remats(layers, 1)),
+        remats=choices,
         candidates=tuple(
             candidates(context.cluster, auto, options.sharding, default_shape(context, context.cluster.n_devices))
         ),
@@ -81,16 +99,18 @@ def _best_searched_plan(context: PlanningContext, cut: CutStep, layers: LayerOpt
     save_costs(auto.cached_costs, costs)
     if not solved.plans:
         assert solved.failure is not None
-        raise _explained_error(context, solved.failure, auto)
+        raise solved.failure
 
     best, found = min(solved.plans, key=lambda pair: preference(pair[0]))
     alike = [partial(_plan_of, context, cut, other) for other in search.alike(found)]
     best = best_of([lambda: best, *alike])
     bound_s = min(solved.certificate.bound_s, best.cost.total_s)
 
-    # The search does not know other schedules, nor the overheads of small steps on several devices.
+    # The search does not know choices of single layers, other schedules, or overheads of small steps.
+    plans = {id(plan): plan for plan in (best, or_mixed_choices(context, best, cut) if len(choices) > 1 else best)}
     if options.choose_schedule:
-        best = or_shorter_bubble(context, best, cut)
+        plans = {k: or_shorter_bubble(context, plan, cut) for k, plan in plans.items()}
+    best = min(plans.values(), key=preference)
     if len(cut.step.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
         on_several = best
         best = best_of([lambda: on_several, partial(on_one_device, context.asking_for_fewest(), auto)])
@@ -164,7 +184,7 @@ def _explained_error(context: PlanningContext, failure: InfeasibleError, auto: A
         kept = kept - {"force_batch_dim_to_mesh_dim"} | {"submesh_logical_shape_space"}
     if not isinstance(auto.submesh_physical_shape_space, str):
         kept = kept | {"submesh_physical_shape_space"}
-    if not kept or isinstance(failure, StageTooLargeError):
+    if not kept or isinstance(failure, PipelineTooLargeError | StageTooLargeError):
         return failure
 
     try:

@@ -166,10 +166,9 @@ def staged_short_step(
 ) -> StagedStep:
     """The tasks of a short step, with `Repeats`. Raises TraceError if it cannot be split."""
     layers = step.layer_of_group
-    one_program = len(chunks.layers) == 1
     traced = step.short.step
     if layers:
-        traced = with_choices(traced, layers, step.layered.remat, one_program=one_program)
+        traced = with_choices(traced, layers, step.layered.remat, chunks.layers)
     groups = chunks.of_group(layers)
     staged = stage_step(
         traced,

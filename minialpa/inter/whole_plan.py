@@ -68,7 +68,7 @@ def whole_plan(plan: Plan) -> Plan:
 def _placed_whole(context: PlanningContext, placed: PlacedStages, layered: LayeredStep) -> PlacedStages:
     options = context.options
     staged = stage_step(
-        layered.step(one_program=len(placed.chunks.layers) == 1),
+        layered.step(placed.chunks.layers),
         options.n_micro_batches,
         placed.chunks.of_group(layered.of_group),
         placed.chunks.stage_of,

@@ -514,8 +514,15 @@ def exported_text(code: bytes) -> str:
         return private_mlir.module_to_string(module, enable_debug_info=False)
 
 
+#: The attribute of a donated argument with the number of the result that takes over its memory.
+_ALIAS = "tf.aliasing_output"
+
+
 def set_memory_kinds(lowered: Any, *in_host: Sequence[bool]) -> None:
-    """Mark arguments and results of a lowered function that are in host memory."""
+    """Mark arguments and results of a lowered function that are in host memory.
+
+    Results take over donated arguments of the same memory: without kinds, jax pairs types alone.
+    """
     module = lowered.compiler_ir()
     main = next(op for op in module.body.operations if str(getattr(op, "name", "")).strip('"') == "main")
     with module.context:
@@ -528,6 +535,28 @@ def set_memory_kinds(lowered: Any, *in_host: Sequence[bool]) -> None:
                 kind = ir.StringAttr.get("pinned_host" if is_in_host else "device")
                 marked.append(ir.DictAttr.get({x.name: x.attr for x in attributes} | {"mhlo.memory_kind": kind}))
             main.attributes[name] = ir.ArrayAttr.get(marked)
+        if "arg_attrs" in main.attributes:
+            main.attributes["arg_attrs"] = ir.ArrayAttr.get(_with_aliases_in_one_memory(main, *in_host))
+
+
+def _with_aliases_in_one_memory(main: Any, in_host: Sequence[bool], out_in_host: Sequence[bool]) -> list[Any]:
+    """Attributes of arguments."""
+    types: Any = ir.TypeAttr(main.attributes["function_type"]).value
+    results = [(str(t), host) for t, host in zip(types.results, out_in_host, strict=True)]
+    given = [{x.name: x.attr for x in attributes} for attributes in main.attributes["arg_attrs"]]
+    aliased = [int(ir.IntegerAttr(one[_ALIAS]).value) if _ALIAS in one else None for one in given]
+    fits = [k is not None and out_in_host[k] == host for k, host in zip(aliased, in_host, strict=True)]
+    taken = {k for k, kept in zip(aliased, fits, strict=True) if kept}
+    for i, k in enumerate(aliased):
+        if k is None or fits[i]:
+            continue
+        kind = (str(types.inputs[i]), in_host[i])
+        other = next((r for r, result in enumerate(results) if result == kind and r not in taken), None)
+        alias = given[i].pop(_ALIAS)
+        if other is not None:
+            given[i][_ALIAS] = ir.IntegerAttr.get(alias.type, other)
+            taken.add(other)
+    return [ir.DictAttr.get(one) for one in given]
 
 
 def compiled_primitives() -> set[str]:

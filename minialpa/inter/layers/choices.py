@@ -15,6 +15,29 @@ class LayerCost(NamedTuple):
     seconds: float
 
 
+class Mix(NamedTuple):
+    """picks: a number for each layer. n_bytes, seconds: of the stage, by the sum."""
+
+    picks: tuple[int, ...]
+    n_bytes: float
+    seconds: float
+
+
+def fastest_mix(alone: Sequence[LayerCost], n_layers: int, limit_bytes: float) -> Mix | None:
+    """The fastest choices of equal layers; None if no choices fit. Seconds and bytes are taken as sums over layers.
+
+    alone: of a stage with each choice in all layers.
+    """
+    kept, n = alone[0], n_layers
+    costs = [LayerCost((one.n_bytes - kept.n_bytes) / n, (one.seconds - kept.seconds) / n) for one in alone]
+    picks = fastest_choices([costs] * n_layers, limit_bytes - kept.n_bytes)
+    if picks is None:
+        return None
+    picks = tuple(sorted(picks, key=lambda k: costs[k].n_bytes))  # values of the first layers wait longest
+    n_bytes, seconds = (sum(each) for each in zip(*(costs[k] for k in picks), strict=True))
+    return Mix(picks, kept.n_bytes + n_bytes, kept.seconds + seconds)
+
+
 class _Picks(NamedTuple):
     n_bytes: float
     seconds: float

@@ -40,11 +40,11 @@ class LayeredStep:
     remat: tuple[Remat, ...] = ()
     row_blocks: RowBlocks = ()
 
-    def step(self, *, one_program: bool) -> TracedStep:
-        """one_program: whether all layers run in one program."""
+    def step(self, programs: Sequence[Sequence[int]]) -> TracedStep:
+        """programs: layers that run in one program."""
         if not self.of_group:
             return self.plain
-        return with_choices(self.plain, self.of_group, self.remat, one_program=one_program)
+        return with_choices(self.plain, self.of_group, self.remat, programs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
     forward    copy to the host after the maker; a barrier: the layer after next waits for it
     backward   a barrier: waits for the backward pass of the next layer to start; copy back
 
-Without barriers, XLA would copy to the host right before it copies back. If neighbours may be in another program, both
+Without barriers, XLA would copy to the host right before it copies back. If the neighbour is in another program, both
 barriers are in the layer. A layer moves floats of examples that no other backward pass, update or result reads: results
 of its own contractions (products), and values of other layers (inputs).
 """
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.layers.remat import Layer, barrier_of, gradient_sums, layers_of, rematerialise, renamed
+from minialpa.inter.layers.remat import Layer, barrier_of, gradient_sums, layers_of, programs_of, rematerialise, renamed
 from minialpa.inter.microbatch.batching import batch_kinds
 from minialpa.ir.equations import aval_of, is_in_host, is_inexact, is_literal, operand_vars
 from minialpa.ir.op import Op
@@ -32,20 +32,25 @@ _MOVES_PRODUCTS: Mapping[Remat, bool] = {"offload": True, "offload_inputs": Fals
 
 
 def with_choices(
-    traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat], *, one_program: bool
+    traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat], programs: Sequence[Sequence[int]]
 ) -> TracedStep:
-    """one_program: whether one program runs all layers."""
-    recomputing = rematerialise(traced, layer_of_group, remat)
+    """programs: layers that run in one program. A layer without a program has no neighbours."""
+    recomputing = rematerialise(traced, layer_of_group, remat, programs)
     if _MOVES_PRODUCTS.keys().isdisjoint(remat):
         return recomputing
-    return _Moves(recomputing, layer_of_group, remat, one_program=one_program).step()
+    return _Moves(recomputing, layer_of_group, remat, programs).step()
 
 
 class _Moves:
     def __init__(
-        self, traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat], *, one_program: bool
+        self,
+        traced: TracedStep,
+        layer_of_group: Sequence[int],
+        remat: Sequence[Remat],
+        programs: Sequence[Sequence[int]],
     ) -> None:
-        self.traced, self.remat, self.one_program = traced, remat, one_program
+        self.traced, self.remat = traced, remat
+        self.programs = programs_of(traced, layer_of_group, programs)
         self.eqns = list(traced.flat.eqns)
         self.inserted: dict[int, list[Op]] = defaultdict(list)  # by the operation before which they run
         self.kinds = batch_kinds(traced, 1)
@@ -95,7 +100,8 @@ class _Moves:
 
     def _move_values(self, layer: Layer, products: bool, k: int) -> None:
         """k: the place of the layer in the order of backward passes."""
-        beside = self.layers[k - 1][1] if self.one_program and k else layer
+        near = self.layers[k - 1][1] if k else layer
+        beside = near if self.programs[near.backward[0]] == self.programs[layer.backward[0]] else layer
         values = dict(self._values(layer, products=products))
         first = next((i for i in layer.backward if not values.keys().isdisjoint(operand_vars(self.eqns[i]))), 0)
         start = min(first, self._start(beside))
@@ -115,7 +121,8 @@ class _Moves:
             in_host = self._after_forward_barrier(in_host, end)
 
         required = dict.fromkeys(self._cotangents(beside, start))
-        for i in [i for i in self.gradients if i < start]:
+        program = self.programs[layer.backward[0]]
+        for i in [i for i in self.gradients if i < start and self.programs[i] == program]:
             required.update(dict.fromkeys(self.gradients.pop(i)))
         barrier, after_barrier = barrier_of([*in_host.values(), *required])
         moves: list[JaxprEqn] = []
@@ -158,6 +165,12 @@ class _Moves:
         barrier, names = barrier_of([*in_host.values(), newest])
         self._insert(end, end - 1, barrier)
         self._rename(later, {newest: names[newest]})
+        for before, ops in self.inserted.items():
+            if before > end:
+                self.inserted[before] = [
+                    replace(op, eqn=op.eqn.replace(invars=renamed(op.eqn.invars, {newest: names[newest]})))
+                    for op in ops
+                ]
         return {v: names[copy] for v, copy in in_host.items()}
 
     def _insert(self, before: int, of: int, eqns: Sequence[JaxprEqn]) -> None:

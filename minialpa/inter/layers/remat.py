@@ -28,9 +28,15 @@ from minialpa.tracing.trace import TracedStep
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat]) -> TracedStep:
+def rematerialise(
+    traced: TracedStep,
+    layer_of_group: Sequence[int],
+    remat: Sequence[Remat],
+    programs: Sequence[Sequence[int]] | None = None,
+) -> TracedStep:
     """`traced`, with the rematerialisation `remat[layer]` of each layer.
 
+    programs: layers that run in one program; by default all.
     `full` and `offload_inputs` keep no values, `dots` and `offload` the results of matrix products and convolutions,
     `none` all values.
     """
@@ -47,10 +53,23 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
                 parts.append((part, recomputed, readers))
 
     # In the order of backward passes: gradient by gradient, from the last layer to the first.
-    rewrite = _StepRewrite(traced, values.gradients)
+    rewrite = _StepRewrite(traced, values.gradients, programs_of(traced, layer_of_group, programs))
     for part, recomputed, readers in sorted(parts, key=lambda each: each[2][0]):
         rewrite.recompute(part, recomputed, readers)
     return rewrite.step()
+
+
+def programs_of(
+    traced: TracedStep, layer_of_group: Sequence[int], programs: Sequence[Sequence[int]] | None
+) -> list[tuple[int, int] | None]:
+    """The program of each equation, by its layer and gradient: other gradients may be in another loop."""
+    of_layer = {layer: number for number, layers in enumerate(programs or ()) for layer in layers}
+    apart = 0 if programs is None else -1
+    layers = [None if origin.group is None else layer_of_group[origin.group] for origin in traced.origins]
+    return [
+        None if layer is None else (of_layer.get(layer, apart * (1 + layer)), origin.call)
+        for layer, origin in zip(layers, traced.origins, strict=True)
+    ]
 
 
 def _readers_of_copies(traced: TracedStep, layer: Layer, recomputed: _Recomputed) -> list[int]:
@@ -59,8 +78,10 @@ def _readers_of_copies(traced: TracedStep, layer: Layer, recomputed: _Recomputed
 
 
 class _StepRewrite:
-    def __init__(self, traced: TracedStep, gradients: Mapping[int, Sequence[Var]]) -> None:
-        self.traced = traced
+    def __init__(
+        self, traced: TracedStep, gradients: Mapping[int, Sequence[Var]], programs: Sequence[tuple[int, int] | None]
+    ) -> None:
+        self.traced, self.programs = traced, programs
         self.weights = set(traced.flat.invars) - traced.examples
         # Sums over examples of backward passes, by equation, before a barrier waits for them.
         self.gradients = dict(gradients)
@@ -69,7 +90,8 @@ class _StepRewrite:
 
     def recompute(self, layer: Layer, recomputed: _Recomputed, readers: Sequence[int]) -> None:
         """readers: the backward equations that read the copies."""
-        ended = [i for i in self.gradients if i < readers[0]]
+        program = self.programs[layer.backward[0]]
+        ended = [i for i in self.gradients if i < readers[0] and self.programs[i] == program]
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         required = dict.fromkeys([*cotangents_of(self.traced, layer, readers[0]), *gradients])
         eqns = [self.eqns[i] for i in recomputed.equations]

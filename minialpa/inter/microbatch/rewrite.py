@@ -28,13 +28,19 @@ from minialpa.tracing.trace import TracedStep
 
 
 def split_micro_batches(
-    step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None, *, keep_activations: bool = False
+    step: TracedStep,
+    n: int,
+    chunk_of: Sequence[int | None] | None = None,
+    *,
+    keep_activations: bool = False,
+    waits_for_sums: bool = True,
 ) -> SplitStep:
     """Split `step` into `n` micro-batches of equal size.
 
     chunk_of: the chunk of each traced equation, in a pipeline. Partial sums of different chunks are added after their
     loop.
     keep_activations: whether later loops read kept per-example values of earlier loops; else they recompute them.
+    waits_for_sums: whether values to recompute wait for gradients of the micro-batch.
     Raises TraceError if the batch has no `n` equal parts, or if a result has no clear meaning over micro-batches.
     """
     if n == 1:
@@ -52,7 +58,7 @@ def split_micro_batches(
             f"A batch of {step.batch_size} examples cannot be split into {n} equal micro-batches. "
             f"Choose `num_micro_batches` among its divisors: {', '.join(map(str, divisors(step.batch_size)))}."
         )
-    return _written(find_segments(step, n, chunk_of), keep_activations)
+    return _written(find_segments(step, n, chunk_of, waits_for_sums=waits_for_sums), keep_activations)
 
 
 def _written(segments: Segments, keep_activations: bool) -> SplitStep:

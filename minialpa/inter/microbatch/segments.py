@@ -100,7 +100,9 @@ class Segments:
         return isinstance(form, Partial) and self.places[i] == 2 * form.loop - 1
 
 
-def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None) -> Segments:
+def find_segments(
+    step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None, *, waits_for_sums: bool = True
+) -> Segments:
     """The segments of a step; the arguments are as in `split_micro_batches`.
 
     If a normalisation with the moments of micro-batches raises NotPerMicroBatchError, it reads the moments of the whole
@@ -114,7 +116,7 @@ def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | Non
     while True:
         try:
             statistics = find_statistics(step, kinds, moments, normal)
-            return _Finder(step, n, chunk_of, statistics).run()
+            return _Finder(step, n, chunk_of, statistics, waits_for_sums).run()
         except NotPerMicroBatchError as error:
             if not normal:
                 raise
@@ -124,8 +126,16 @@ def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | Non
 class _Finder:
     """Places equations in program order."""
 
-    def __init__(self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        step: TracedStep,
+        n: int,
+        chunk_of: Sequence[int | None] | None,
+        statistics: Statistics,
+        waits_for_sums: bool,
+    ) -> None:
         assert step.batch_size is not None
+        self.waits_for_sums = waits_for_sums
         per_micro_batch = statistics.per_micro_batch
         self.step, self.statistics = step, statistics
         self.forms = ValueForms(step.flat.eqns, n, step.batch_size)
@@ -185,14 +195,17 @@ class _Finder:
     def _divide_barrier(self, source: int, eqn: JaxprEqn) -> None:
         """Divide a barrier into a barrier for each segment, and for each scalar that values wait for.
 
+        Examples and parts of sums share a barrier if `waits_for_sums`.
+
         A reader may compute a waiting value without its scalar, so that value must not share a barrier with other
         values.
         """
-        groups: dict[tuple[type, int | None, Scale | None], list[int]] = {}
+        groups: dict[tuple[type | None, int | None, Scale | None], list[int]] = {}
         for k, atom in enumerate(eqn.invars):
             form = self.forms.form(atom)
             scale = form.scale if isinstance(form, Complete) else None
-            groups.setdefault((type(form), _place_of(form), scale), []).append(k)
+            kind = None if self.waits_for_sums and isinstance(form, PerExample | Partial) else type(form)
+            groups.setdefault((kind, _place_of(form), scale), []).append(k)
 
         for (_, place, _), positions in groups.items():
             part = eqn.replace(invars=[eqn.invars[k] for k in positions], outvars=[eqn.outvars[k] for k in positions])

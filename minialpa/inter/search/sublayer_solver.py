@@ -164,9 +164,7 @@ class SublayerSolver:
         key = sublayered is self._whole, remat, sharing
         if key not in self._steps:
             step = sublayered.step if sharing is None else with_rows_in_slots(sublayered.step, sharing, search.proofs)
-            self._steps[key] = with_choices(
-                step, sublayered.sublayer_of_group, (remat,) * sublayered.n_sublayers, one_program=False
-            )
+            self._steps[key] = with_choices(step, sublayered.sublayer_of_group, (remat,) * sublayered.n_sublayers, ())
         return SublayerCosts(
             stage_step(self._steps[key], staging.n, sublayered.sublayer_of_group, range(sublayered.n_sublayers)),
             place=sublayered.place,

@@ -63,7 +63,11 @@ def stage_step(
         positions = traced_positions(traced, groups, n_chunks)
         chunk_of = [None if p is None else min(p, 2 * n_chunks - 1 - p) for p in positions]
 
-    split = split_micro_batches(traced, n_micro_batches, chunk_of, keep_activations=keep_activations)
+    # A pass of its own computes gradients of weights if backward passes are split.
+    waits = not splits_backward
+    split = split_micro_batches(
+        traced, n_micro_batches, chunk_of, keep_activations=keep_activations, waits_for_sums=waits
+    )
     if cast_once and n_micro_batches > 1:
         split = with_weights_cast_once(split)
     shared = _shared(split, by_direction=n_chunks > 1)
@@ -142,7 +146,7 @@ def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
     verify_layers(cut.n_groups, plan)
     chunks = plan_chunks(plan)
     in_slots = with_rows_in_slots(cut, planned_row_sharing(plan))
-    step = with_choices(in_slots, plan.layer_of_group, plan.remat, one_program=len(chunks.layers) == 1)
+    step = with_choices(in_slots, plan.layer_of_group, plan.remat, chunks.layers)
 
     with blamed("n_micro_batches", plan.n_micro_batches):
         groups = chunks.of_group(plan.layer_of_group)

@@ -11,8 +11,9 @@ depth first  each kernel right after its operands, the largest operand first    
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from minialpa.intra.memory.buffers import homes
 from minialpa.intra.memory.compiler import Kernel
@@ -95,7 +96,8 @@ def _weights(waits: Sequence[Sequence[int]], buffers: _Buffers) -> list[tuple[fl
 
 
 class _Buffers:
-    """Buffers that kernels write and read, by their first value; without arguments.
+    """Buffers that kernels write and read, by their first value; without arguments, and without results that may take
+    the place of an argument: accumulators.
 
     writes, reads: bytes written, and buffers read, by each kernel.
     n_readers: kernels that read each buffer, and one more for a result.
@@ -104,6 +106,7 @@ class _Buffers:
     def __init__(self, kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> None:
         home = homes(kernels)
         made = {v for kernel in kernels for v in kernel.writes} - home.keys()
+        made -= _replacements(kernels, results, sizes, made)
         self.sizes, self._kernels = sizes, kernels
         self.made = [[v for v in kernel.writes if v in made] for kernel in kernels]
         self.writes = [sum(sizes[v] for v in values) for values in self.made]
@@ -123,6 +126,21 @@ class _Buffers:
                 in_use -= 0.0 if left[v] else self.sizes[v]
             in_use -= sum(self.sizes[v] for v in self.made[k] if not left.get(v))
         return peak
+
+
+def _replacements(
+    kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float], made: AbstractSet[int]
+) -> set[int]:
+    """The results of kernels that alone read an argument of the same size."""
+    n_readers = Counter(v for kernel in kernels for v in dict.fromkeys(kernel.reads) if v not in made)
+    found, kept = set[int](), set(results)
+    for kernel in kernels:
+        free = Counter(sizes[v] for v in dict.fromkeys(kernel.reads) if n_readers.get(v) == 1)
+        for v in kernel.writes:
+            if v in kept and free[sizes[v]]:
+                free[sizes[v]] -= 1
+                found.add(v)
+    return found
 
 
 def _list_order(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:

@@ -1,0 +1,150 @@
+"""Choices of single layers in decided stages: stages and the best plan of a search in, a plan at least as good out.
+
+A search gives all layers of a stage one choice, and moves values to the host only if nothing else fits. Here, each
+stage is solved with each choice in all its layers, in unlimited memory. Its layers then get the fastest choices within
+the memory that their micro-batches in flight leave (`layers/choices.py`). The last layer moves no
+values, since it needs them at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from minialpa.errors import InfeasibleError
+from minialpa.inter.build_plan import (
+    PlacedStages,
+    SolvedMesh,
+    StageTooLargeError,
+    build_plan,
+    place_stages,
+    plan_stages,
+    preference,
+    solve_mesh,
+)
+from minialpa.inter.context import PlanningContext
+from minialpa.inter.layers.choices import LayerCost, Mix, fastest_mix
+from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
+from minialpa.inter.search.stage_in_memory import FreeSolution
+from minialpa.inter.search.user_stages import DecidedStage, as_planned
+from minialpa.options import MOVING, Remat
+from minialpa.plan import Plan
+
+#: Most mixes that are solved. By choice: memory is nearly a sum over layers.
+_MOST_MIXES = 3
+#: Plans that use less than this part of the memory have no need of other choices. By choice.
+_MUCH = 0.7
+_WITHOUT_MOVES: Mapping[Remat, Remat] = {"offload": "dots", "offload_inputs": "full"}
+
+
+def or_mixed_choices(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
+    """`best`, or its stages with other choices, if memory is short and that is faster."""
+    if not best.layer_of_group or not _is_short_of_memory(best):
+        return best
+    asking = context.reporting("refinements").asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
+    stages = tuple(as_planned(stage, context.cluster, stage.layers) for stage in best.stages)
+    mixed = plan_of_mix(asking, cut, stages)
+    others = [mixed] if mixed is not None else _Attempts(asking, cut, stages).moving(best)
+    found: Plan = min([best, *others], key=preference)
+    return dataclasses.replace(found, certificate=best.certificate)
+
+
+def _is_short_of_memory(plan: Plan) -> bool:
+    if set(plan.remat) - {"none"}:
+        return True
+    per_host = plan.cluster.devices_per_host
+    limits = [stage.option.limit_bytes(plan.cluster.device_of(stage.first_device // per_host)) for stage in plan.stages]
+    return any(stage.peak_bytes > _MUCH * (n or math.inf) for stage, n in zip(plan.stages, limits, strict=True))
+
+
+def plan_of_mix(context: PlanningContext, cut: CutStep, stages: Sequence[DecidedStage]) -> Plan | None:
+    """The fastest choices of single layers; None if no fastest shardings of a stage fit, or if all values fit."""
+    return _Attempts(context, cut, tuple(stages)).mix()
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    context: PlanningContext
+    cut: CutStep
+    stages: tuple[DecidedStage, ...]
+
+    def mix(self) -> Plan | None:
+        choices: list[Remat] = ["none", "dots", "full", *(MOVING if self._may_move() else ())]
+        solved: list[_Solved] = []
+        for choice in choices:
+            one = self._solved([choice] * self.cut.n_layers)
+            if choice == "none" and all(free is not None and free.fits for free in one.free):
+                return None
+            solved.append(one)
+
+        # By stage: the solutions with each choice, and the error of the last sum.
+        alone = [
+            [(c, free) for c, one in zip(choices, solved, strict=True) if (free := one.free[k])] for k in self._all
+        ]
+        errors = [0.0] * len(self.stages)
+        for _ in range(_MOST_MIXES):
+            remat: dict[int, Remat] = {}
+            predicted: list[float] = []
+            for stage, solutions, error in zip(self.stages, alone, errors, strict=True):
+                mix = _fastest(solutions, len(stage.layers), error)
+                if mix is None:
+                    return None
+                predicted.append(mix.n_bytes)
+                remat |= {layer: solutions[pick][0] for layer, pick in zip(stage.layers, mix.picks, strict=True)}
+            found = self._solved([remat[layer] for layer in sorted(remat)])
+            if found.meshes is not None:
+                return build_plan(self.context, found.placed, found.meshes)
+            errors = [
+                math.inf if one is None else one.n_bytes - n for one, n in zip(found.free, predicted, strict=True)
+            ]
+        return None
+
+    def moving(self, best: Plan) -> Iterator[Plan]:
+        """`best` with values in host memory in the stages that recompute, and with shardings that save memory."""
+        may_move = self._may_move() and bool(set(best.remat) - {"none"})
+        for choice in MOVING if may_move else ():
+            remat = ["none" if one == "none" else choice for one in best.remat]
+            with contextlib.suppress(InfeasibleError):
+                yield plan_stages(self.context, self._layered(remat), self.stages)
+
+    @property
+    def _all(self) -> range:
+        return range(len(self.stages))
+
+    def _may_move(self) -> bool:
+        return all((s.candidate.device or self.context.cluster.device).host_bytes is not None for s in self.stages)
+
+    def _layered(self, remat: Sequence[Remat]) -> LayeredStep:
+        return layered_step(self.cut, (*remat[:-1], _WITHOUT_MOVES.get(remat[-1], remat[-1])))
+
+    def _solved(self, remat: Sequence[Remat]) -> _Solved:
+        placed = place_stages(self.context, self._layered(remat), self.stages)
+        free: list[FreeSolution | None] = []
+        meshes: list[SolvedMesh] = []
+        for mesh in self._all:
+            try:
+                meshes.append(solve_mesh(self.context, placed, mesh, saves_memory=False))
+                free.append(meshes[-1].free)
+            except StageTooLargeError as error:
+                free.append(error.free)
+        return _Solved(placed, free, meshes if len(meshes) == len(free) else None)
+
+
+def _fastest(solutions: Sequence[tuple[Remat, FreeSolution]], n_layers: int, error_bytes: float) -> Mix | None:
+    """error_bytes: of the last sum."""
+    if not solutions:
+        return None
+    costs = [LayerCost(free.n_bytes, free.seconds) for _, free in solutions]
+    return fastest_mix(costs, n_layers, solutions[0][1].limit_bytes - error_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """meshes: None if a stage does not fit. free: of each stage, or None if options or host memory forbid shardings."""
+
+    placed: PlacedStages
+    free: list[FreeSolution | None]
+    meshes: list[SolvedMesh] | None
