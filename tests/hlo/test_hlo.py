@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from minialpa import LogicalMesh
 from minialpa.cost import Collective
 from minialpa.errors import ShardingError, VerifyError
+from minialpa.grouped import NEVER
 from minialpa.hlo import HloCollective, bytes_by_kind, collectives, seconds
 from minialpa.hlo.analysis import flops_of
 from minialpa.hlo.text import array_sizes, parse_groups, parse_module
@@ -75,6 +76,12 @@ def test_loops_multiply_and_branches_count_once() -> None:
 
     until = compiled(lambda x: lax.while_loop(lambda v: v[0, 0] < 9, lambda v: lax.psum(v + 1, "y"), x))
     assert summary(until) == [("all-reduce", 512, ROWS, 1)]  # the number of iterations is unknown
+
+    def never(x: jax.Array) -> jax.Array:
+        with jax.named_scope(NEVER):
+            return lax.while_loop(lambda v: v[0, 0] < 9, lambda v: lax.psum(v + 1, "y"), x)
+
+    assert bytes_by_kind(collectives(compiled(never))) in ({}, {"all-reduce": 0})
 
 
 ASYNC = """HloModule step, num_partitions=4
