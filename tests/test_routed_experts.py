@@ -229,6 +229,23 @@ def _sorted_by(
     return layer
 
 
+def test_groups_keep_their_numbers() -> None:
+    """Layers are found before rows are in slots."""
+
+    def loss(params: Any, x: Any) -> Any:
+        for p in params:
+            x = x + _plain(p, x)
+        return jnp.sum(jnp.sin(x))
+
+    arguments = [_parameters(), _parameters()], floats((TOKENS, WIDTH), 9)
+    traced = trace(jax.value_and_grad(loss), *arguments)
+    new = with_rows_in_slots(traced, RowSharing(n_micro_batches=2, n_devices=2, skew=1.0))
+    group_of = {op.eqn.outvars[0]: op.origin.group for op in traced.flat.ops if op.eqn.outvars}
+    kept = [op for op in new.flat.ops if op.eqn.outvars and op.eqn.outvars[0] in group_of]
+    assert len({op.origin.group for op in traced.flat.ops}) > len({op.origin.group for op in new.flat.ops})
+    assert [op.origin.group for op in kept] == [group_of[op.eqn.outvars[0]] for op in kept]
+
+
 def _counting(equal: Callable[[Any, Any], Any]) -> Layer:
     """As many rows as experts, so that a sum over the other dimension has the same shape."""
 

@@ -40,17 +40,23 @@ def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
     if new is not None:
         step = with_equations(step, new)
     bodies = with_rewritten_bodies(step.flat, outvars, rewrite_body)
-    return step if bodies is None else with_equations(step, bodies)
+    return _without_gaps(step if bodies is None else with_equations(step, bodies))
 
 
 def with_equations(step: TracedStep, new: Sequence[NewEquation]) -> TracedStep:
-    origins = [_origin(one, step.origins) for one in new]
-    # The numbers of groups must have no gaps.
-    groups = sorted({origin.group for origin in origins if origin.group is not None})
-    number = {group: i for i, group in enumerate(groups)}
-    origins = [origin if origin.group is None else replace(origin, group=number[origin.group]) for origin in origins]
+    """Groups keep their numbers, which may then have gaps."""
     old = step.flat.ops
-    ops = [replace(old[one.place], eqn=one.eqn, origin=origin) for one, origin in zip(new, origins, strict=True)]
+    ops = [replace(old[one.place], eqn=one.eqn, origin=_origin(one, step.origins)) for one in new]
+    return replace(step, flat=replace(step.flat, ops=tuple(ops)))
+
+
+def _without_gaps(step: TracedStep) -> TracedStep:
+    """The same step, with the numbers 0, 1, ... of its groups."""
+    groups = sorted({origin.group for origin in step.origins if origin.group is not None})
+    if len(groups) == step.n_groups:
+        return step
+    number: dict[int | None, int | None] = {None: None, **{group: i for i, group in enumerate(groups)}}
+    ops = [replace(op, origin=replace(op.origin, group=number[op.origin.group])) for op in step.flat.ops]
     return replace(step, flat=replace(step.flat, ops=tuple(ops)))
 
 
