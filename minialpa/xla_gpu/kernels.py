@@ -7,6 +7,7 @@ of operations and bytes. Some cannot be right:
     products missing in the tables    up to 40 times too long: lengths that are no power of two, sums in parts
     sums along outer dimensions       up to 27 times the time of their bytes
     softmaxes in Triton               almost 0
+    scatters in place                 the time of the whole array, of which they read and write some elements
     convolutions of cuDNN             no estimate
 
 These have the seconds of the planner's formula for products, or of moving their bytes.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 from minialpa.cluster import DeviceSpec
 from minialpa.hlo.analysis import flops_of
-from minialpa.hlo.text import Computation, Instruction, Module, array_sizes
+from minialpa.hlo.text import Computation, Instruction, Module, array_dims, array_sizes
 
 _COSTS = re.compile(r'"reification_cost":(\[[^\]]*\])')
 #: Names of estimates: from tables, and by XLA's roofline model.
@@ -64,7 +65,8 @@ class Kernels:
         if product is None:
             moving_s = n_bytes / device.memory_bandwidth
             is_triton = '"kind":"__triton"' in instruction.attributes
-            return moving_s if is_triton else min(estimate_s, _MOST_OF_BYTES * moving_s)
+            has_estimate = not is_triton and self._update_bytes(instruction) is None
+            return min(estimate_s, _MOST_OF_BYTES * moving_s) if has_estimate else moving_s
 
         formula_s = device.product_s(product.flops, n_bytes, product.rate) + device.launch_s
         if not 0 < estimates.get(_TABLE, 0.0) <= _MOST_OF_PRODUCT * formula_s:
@@ -91,8 +93,21 @@ class Kernels:
     def _bytes(self, instruction: Instruction, around: Computation) -> float:
         """An upper bound, since a kernel may read slices."""
         shapes = self._shapes(around.name)
-        texts = (instruction.shape, *(shapes[name] for name in instruction.operands if name in shapes))
-        return sum(n_bytes for text in texts for _, n_bytes in array_sizes(text))
+        texts = [instruction.shape, *(shapes[name] for name in instruction.operands if name in shapes)]
+        update_bytes = self._update_bytes(instruction)
+        if update_bytes is not None:
+            # In place, so the array is an operand and the result.
+            texts = [text for text in texts[1:] if array_dims(text) != array_dims(instruction.shape)]
+        return (update_bytes or 0.0) + sum(n_bytes for text in texts for _, n_bytes in array_sizes(text))
+
+    def _update_bytes(self, instruction: Instruction) -> float | None:
+        """Of the elements that a scatter changes in an array of the shape of its result; None of other kernels."""
+        for name in instruction.called("calls"):
+            inside = self.module.computations.get(name)
+            for one in inside.instructions if inside is not None else ():
+                if one.opcode == "scatter" and array_dims(one.shape) == array_dims(instruction.shape):
+                    return float(sum(n for _, n in array_sizes(self._shapes(name)[one.operands[2]])))
+        return None
 
     @functools.cache  # noqa: B019 - lives as long as the reading of one program
     def _shapes(self, computation: str) -> dict[str, str]:

@@ -35,6 +35,14 @@ def _seconds(line: str, device: DeviceSpec | None = H100) -> float:
   ROOT %d = bf16[{_N},{_N}]{{1,0}} add(%p, %q)
 }}
 
+%put (p: bf16[{_N},{_N}], q: bf16[{_N},{_N}]) -> bf16[{_N},{_N}] {{
+  %p = bf16[{_N},{_N}]{{1,0}} parameter(0)
+  %q = bf16[{_N},{_N}]{{1,0}} parameter(1)
+  %i = s32[8,1]{{1,0}} constant({{...}})
+  %u = bf16[8,1,{_N}]{{2,1,0}} slice(%q), slice={{[0:8], [0:{_N}]}}
+  ROOT %d = bf16[{_N},{_N}]{{1,0}} scatter(%p, %i, %u), to_apply=%sum
+}}
+
 ENTRY %main (x: bf16[{_N},{_N}]) -> bf16[{_N},{_N}] {{
   %x = bf16[{_N},{_N}]{{1,0}} parameter(0)
   {line}
@@ -52,6 +60,11 @@ def _fusion(called: str, costs: str, kind: str = "") -> str:
 
 def _formula_s() -> float:
     return H100.product_s(2 * _N**3, _BYTES, "bfloat16") + H100.launch_s
+
+
+def test_a_scatter_in_place_takes_the_time_of_its_updates() -> None:
+    whole_us = 1e6 * 2 * 2 * _N**2 / H100.memory_bandwidth
+    assert _seconds(_fusion("put", _costs(_=whole_us))) == pytest.approx(8 * _N * 2 / H100.memory_bandwidth)
 
 
 def test_tables_count_where_they_agree_with_the_formula_and_the_power_limit_slows_them() -> None:
