@@ -31,7 +31,8 @@ from minialpa.options import Remat
 from minialpa.plan import Certificate
 from minialpa.support.progress import Report
 
-_MOST_SOLVED = 400
+#: Costs after which a search ends with its best pipeline, and after which it opens nothing before it has one.
+_MOST_SOLVED, _MOST_BEFORE_FIRST = 400, 200
 #: Near numbers of micro-batches open before the rest is solved, if at most this share of a pipeline's time is unsolved.
 #: GPT and Llama of 8 layers on 16 devices solve 42 to 51 costs, for any share from 0.05 to 1.
 _SMALL_SHARE = 0.3
@@ -108,8 +109,10 @@ class StageSearch:
             if best is None:
                 return n
             enough = self._least[n] >= best[0] * (1 - self.space.tolerance)
+            if self.bounds.sublayers.n_solved > _MOST_SOLVED:
+                return None
             if not (enough and self._open_near(best[1], best[2])):
-                return None if enough or self.bounds.sublayers.n_solved > _MOST_SOLVED else n
+                return None if enough else n
 
     def _under_bounds(self, n: int, failures: dict[int, InfeasibleError]) -> StageAssignment | None:
         """The best pipeline with `n` micro-batches under the bounds.
@@ -142,7 +145,8 @@ class StageSearch:
             self.report("stage costs", n_solved, n_solved + len(unsolved))
 
             is_small = sum(one.share for one in unsolved) <= _SMALL_SHARE
-            if not unsolved or (is_small and self._open_near(n, current)):
+            may_open = is_small and n_solved <= _MOST_BEFORE_FIRST
+            if not unsolved or (may_open and self._open_near(n, current)):
                 return bool(unsolved) or current is not found
             self.bounds.raise_bound(n, unsolved[0].sublayer, unsolved[0].column)
             current = self.bounds.on_same_submeshes(n, found)
