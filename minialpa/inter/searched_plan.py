@@ -134,6 +134,8 @@ def _plan_found_pipelines(context: PlanningContext, cut: CutStep, search: StageS
     excess = 1.0  # (seconds of the first plan) / (seconds by the sums of its sublayers)
 
     for _ in range(_MAX_ROUNDS):
+        if plans and search.is_long:
+            break
         try:
             found = search.best()
         except InfeasibleError as error:

@@ -109,10 +109,14 @@ class StageSearch:
             if best is None:
                 return n
             enough = self._least[n] >= best[0] * (1 - self.space.tolerance)
-            if self.bounds.sublayers.n_solved > _MOST_SOLVED:
+            if self.is_long:
                 return None
             if not (enough and self._open_near(best[1], best[2])):
                 return None if enough else n
+
+    @property
+    def is_long(self) -> bool:
+        return self.bounds.sublayers.n_solved > _MOST_SOLVED
 
     def _under_bounds(self, n: int, failures: dict[int, InfeasibleError]) -> StageAssignment | None:
         """The best pipeline with `n` micro-batches under the bounds.
