@@ -37,12 +37,15 @@ from minialpa.plan import Plan
 _MOST_MIXES = 3
 #: Plans that use less than this part of the memory have no need of other choices. By choice.
 _MUCH = 0.7
+#: In larger steps, solving all stages with each choice takes minutes and gigabytes.
+_MOST_EQUATIONS = 60_000
 _WITHOUT_MOVES: Mapping[Remat, Remat] = {"offload": "dots", "offload_inputs": "full"}
 
 
 def or_mixed_choices(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     """`best`, or its stages with other choices, if memory is short and that is faster."""
-    if not best.layer_of_group or not _is_short_of_memory(best):
+    is_large = len(cut.step.flat.eqns) > _MOST_EQUATIONS
+    if is_large or not best.layer_of_group or not _is_short_of_memory(best):
         return best
     asking = context.reporting("refinements").asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
     stages = tuple(as_planned(stage, context.cluster, stage.layers) for stage in best.stages)
@@ -73,17 +76,15 @@ class _Attempts:
 
     def mix(self) -> Plan | None:
         choices: list[Remat] = ["none", "dots", "full", *(MOVING if self._may_move() else ())]
-        solved: list[_Solved] = []
+        solved: list[list[FreeSolution | None]] = []
         for choice in choices:
             one = self._solved([choice] * self.cut.n_layers)
             if choice == "none" and all(free is not None and free.fits for free in one.free):
                 return None
-            solved.append(one)
+            solved.append(one.free)
 
         # By stage: the solutions with each choice, and the error of the last sum.
-        alone = [
-            [(c, free) for c, one in zip(choices, solved, strict=True) if (free := one.free[k])] for k in self._all
-        ]
+        alone = [[(c, fast) for c, free in zip(choices, solved, strict=True) if (fast := free[k])] for k in self._all]
         errors = [0.0] * len(self.stages)
         for _ in range(_MOST_MIXES):
             remat: dict[int, Remat] = {}
