@@ -38,7 +38,7 @@ _MOST_MIXES = 3
 #: Plans that use less than this part of the memory have no need of other choices. By choice.
 _MUCH = 0.7
 #: In larger steps, solving all stages with each choice takes minutes and gigabytes.
-_MOST_EQUATIONS = 60_000
+_MOST_EQUATIONS = 30_000
 _WITHOUT_MOVES: Mapping[Remat, Remat] = {"offload": "dots", "offload_inputs": "full"}
 
 
