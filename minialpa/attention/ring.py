@@ -10,8 +10,8 @@ buffer:
 In a balanced ring, device i has slices i and 2n - 1 - i of 2n slices, of queries and of keys. A causal mask then hides
 half of each step but the first from each device.
 
-A window shows all, a triangle or nothing of most pairs of slices. cuDNN computes the first two; other pairs run block
-by block. Each device has the positions of all keys, so positions do not travel.
+In most pairs of slices, a window shows all pairs of positions, a triangle of them, or none. cuDNN computes the first
+two; other pairs of slices run block by block. Each device has the positions of all keys, so positions do not travel.
 """
 
 from __future__ import annotations

@@ -36,7 +36,14 @@ from minialpa.inter.short_plan import ShortStep, short_step_of, staged_short_ste
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
-from minialpa.inter.staging.staged_step import planned_row_sharing, realise, row_sharing, stage_step
+from minialpa.inter.staging.staged_step import (
+    planned_row_sharing,
+    planned_task_options,
+    realise,
+    row_sharing,
+    stage_step,
+    task_options,
+)
 from minialpa.inter.staging.tasks import StagedStep, planned_transfers
 from minialpa.inter.user_shardings import user_shardings
 from minialpa.intra.graph.option_constraints import UnevenBatchError
@@ -187,24 +194,16 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
 
 def _whole_staged_step(context: PlanningContext, layered: LayeredStep, chunks: Chunks, made_by: Hashable) -> StagedStep:
     """made_by: how the step with rows in slots is made."""
-    options = context.options
-    n, keeps, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
-    groups, splits = chunks.of_group(layered.of_group), splits_backward(options.schedule)
-    stacks = options.stack_matrices or 0
+    n, options, groups = (
+        context.options.n_micro_batches,
+        task_options(context.options),
+        chunks.of_group(layered.of_group),
+    )
 
     # Attempts that differ only in shardings share one staged step.
     return context.staged.get_or_make(
-        (made_by, chunks, n, keeps, casts, splits, stacks),
-        lambda: stage_step(
-            layered.step(chunks.layers),
-            n,
-            groups,
-            chunks.stage_of,
-            keep_activations=keeps,
-            cast_once=casts,
-            splits_backward=splits,
-            stack_matrices=stacks,
-        ),
+        (made_by, chunks, n, options),
+        lambda: stage_step(layered.step(chunks.layers), n, groups, chunks.stage_of, options),
     )
 
 
@@ -219,9 +218,7 @@ def _short_staged_step(
     """The tasks of a short step, and the short step; None if too few equations repeat."""
     if not context.shortens or context.options.stack_matrices or len(layered.plain.flat.eqns) < _LEAST_SHORTENED:
         return None
-    options = context.options
-    n, keeps, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
-    splits = splits_backward(options.schedule)
+    n, options = context.options.n_micro_batches, task_options(context.options)
     sublayer_of_group, layer_of_sublayer = sublayers_of_layers(layered.plain, layered.of_group)
     try:
         whole = context.sublayered.get_or_make(
@@ -232,10 +229,8 @@ def _short_staged_step(
         if short is None or len(short.short.step.flat.eqns) > _MOST_OF_WHOLE * len(layered.plain.flat.eqns):
             return None
         staged = context.staged.get_or_make(
-            ("short", layered.plain.flat, made_by, chunks, n, keeps, casts, splits),
-            lambda: staged_short_step(
-                short, n, chunks, keep_activations=keeps, cast_once=casts, splits_backward=splits
-            ),
+            ("short", layered.plain.flat, made_by, chunks, n, options),
+            lambda: staged_short_step(short, n, chunks, options),
         )
     except TraceError:
         return None
@@ -253,10 +248,7 @@ def staged_step_of(context: PlanningContext, plan: Plan) -> StagedStep:
             (made_by, planned_row_sharing(plan)),
             plan_chunks(plan),
             plan.n_micro_batches,
-            plan.keeps_activations,
-            plan.casts_once,
-            splits_backward(plan.schedule),
-            plan.stack_matrices,
+            planned_task_options(plan),
         ),
         lambda: realise(context.traced, plan).staged,
     )

@@ -1,9 +1,9 @@
 """Choices of single layers in decided stages: stages and the best plan of a search in, a plan at least as good out.
 
-A search gives all layers of a stage one choice, and moves values to the host only if nothing else fits. Here, each
+A search gives all layers of a stage one choice, and moves values to the host only if no other plan fits. Here, each
 stage is solved with each choice in all its layers, in unlimited memory. Its layers then get the fastest choices within
-the memory that their micro-batches in flight leave (`layers/choices.py`). The last layer moves no
-values, since it needs them at once.
+the memory that their micro-batches in flight leave (`layers/choices.py`). The last layer moves no values, since it
+needs them at once.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _MOST_MIXES = 3
 _MUCH = 0.7
 #: In larger steps, solving all stages with each choice takes minutes and gigabytes.
 _MOST_EQUATIONS = 30_000
+_Solutions = list[tuple[Remat, FreeSolution]]
 _WITHOUT_MOVES: Mapping[Remat, Remat] = {"offload": "dots", "offload_inputs": "full"}
 
 
@@ -75,33 +76,46 @@ class _Attempts:
     stages: tuple[DecidedStage, ...]
 
     def mix(self) -> Plan | None:
-        choices: list[Remat] = ["none", "dots", "full", *(MOVING if self._may_move() else ())]
-        solved: list[list[FreeSolution | None]] = []
-        for choice in choices:
-            one = self._solved([choice] * self.cut.n_layers)
-            if choice == "none" and all(free is not None and free.fits for free in one.free):
-                return None
-            solved.append(one.free)
-
-        # By stage: the solutions with each choice, and the error of the last sum.
-        alone = [[(c, fast) for c, free in zip(choices, solved, strict=True) if (fast := free[k])] for k in self._all]
-        errors = [0.0] * len(self.stages)
+        """The fastest choices by sums over layers, corrected by the error of the last sum."""
+        alone, errors = self._alone(), [0.0] * len(self.stages)
         for _ in range(_MOST_MIXES):
-            remat: dict[int, Remat] = {}
-            predicted: list[float] = []
-            for stage, solutions, error in zip(self.stages, alone, errors, strict=True):
-                mix = _fastest(solutions, len(stage.layers), error)
-                if mix is None:
-                    return None
-                predicted.append(mix.n_bytes)
-                remat |= {layer: solutions[pick][0] for layer, pick in zip(stage.layers, mix.picks, strict=True)}
-            found = self._solved([remat[layer] for layer in sorted(remat)])
+            mixes = [
+                _fastest(solutions, len(stage.layers), error)
+                for stage, solutions, error in zip(self.stages, alone, errors, strict=True)
+            ]
+            fitting = [mix for mix in mixes if mix is not None]
+            if len(fitting) < len(mixes):
+                return None
+            found = self._solved(self._picked(alone, fitting))
             if found.meshes is not None:
                 return build_plan(self.context, found.placed, found.meshes)
             errors = [
-                math.inf if one is None else one.n_bytes - n for one, n in zip(found.free, predicted, strict=True)
+                math.inf if one is None else one.n_bytes - mix.n_bytes
+                for one, mix in zip(found.free, fitting, strict=True)
             ]
         return None
+
+    def _alone(self) -> list[_Solutions]:
+        """For each stage, the solutions with one choice in all layers; none if all values fit."""
+        alone: list[_Solutions] = [[] for _ in self.stages]
+        choices: list[Remat] = ["none", "dots", "full", *(MOVING if self._may_move() else ())]
+        for choice in choices:
+            found = self._solved([choice] * self.cut.n_layers).free
+            if choice == "none" and all(free is not None and free.fits for free in found):
+                break
+            for solutions, free in zip(alone, found, strict=True):
+                if free is not None:
+                    solutions.append((choice, free))
+        return alone
+
+    def _picked(self, alone: Sequence[_Solutions], mixes: Sequence[Mix]) -> list[Remat]:
+        """The choice of each layer."""
+        picked = {
+            layer: solutions[pick][0]
+            for stage, solutions, mix in zip(self.stages, alone, mixes, strict=True)
+            for layer, pick in zip(stage.layers, mix.picks, strict=True)
+        }
+        return [picked[layer] for layer in sorted(picked)]
 
     def moving(self, best: Plan) -> Iterator[Plan]:
         """`best` with values in host memory in the stages that recompute, and with shardings that save memory."""
@@ -134,7 +148,7 @@ class _Attempts:
         return _Solved(placed, free, meshes if len(meshes) == len(free) else None)
 
 
-def _fastest(solutions: Sequence[tuple[Remat, FreeSolution]], n_layers: int, error_bytes: float) -> Mix | None:
+def _fastest(solutions: _Solutions, n_layers: int, error_bytes: float) -> Mix | None:
     """error_bytes: of the last sum."""
     if not solutions:
         return None

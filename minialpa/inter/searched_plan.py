@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -145,10 +146,7 @@ def _plan_found_pipelines(context: PlanningContext, cut: CutStep, search: StageS
         # By the sums, no other pipeline beats the best plan.
         certificate = search.certificate
         best_s = min((plan.cost.total_s for plan, _ in plans), default=math.inf)
-        if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
-            break
-        # The search finds a planned pipeline once more: the true cost of that plan does not change the choice.
-        if any((other.stages, other.n_micro_batches) == (found.stages, found.n_micro_batches) for _, other in plans):
+        if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS or _is_planned(found, plans):
             break
 
         try:
@@ -163,6 +161,11 @@ def _plan_found_pipelines(context: PlanningContext, cut: CutStep, search: StageS
             excess = max(1.0, plan.cost.total_s / found.seconds)
         plans.append((plan, found))
     return _SearchResult(tuple(plans), certificate or search.certificate, failure)
+
+
+def _is_planned(found: FoundPipeline, plans: Sequence[tuple[Plan, FoundPipeline]]) -> bool:
+    """Whether the search finds a planned pipeline: the true cost of that plan does not change the choice."""
+    return any((other.stages, other.n_micro_batches) == (found.stages, found.n_micro_batches) for _, other in plans)
 
 
 def _plan_of(context: PlanningContext, cut: CutStep, found: FoundPipeline) -> Plan:

@@ -33,7 +33,7 @@ from minialpa.inter.search.short_step import (
 )
 from minialpa.inter.search.stage_cost import problem_key
 from minialpa.inter.staging.mesh_problem import mesh_equations
-from minialpa.inter.staging.staged_step import stage_step
+from minialpa.inter.staging.staged_step import TaskOptions, stage_step
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.ir.equations import aval_of, is_literal, operand_vars
@@ -155,30 +155,13 @@ def short_step_of(
     return ShortStep(whole=whole, short=short, layered=layered, layer_of_sublayer=layer_of_sublayer)
 
 
-def staged_short_step(
-    step: ShortStep,
-    n_micro_batches: int,
-    chunks: Chunks,
-    *,
-    keep_activations: bool,
-    cast_once: bool,
-    splits_backward: bool,
-) -> StagedStep:
+def staged_short_step(step: ShortStep, n_micro_batches: int, chunks: Chunks, options: TaskOptions) -> StagedStep:
     """The tasks of a short step, with `Repeats`. Raises TraceError if it cannot be split."""
     layers = step.layer_of_group
     traced = step.short.step
     if layers:
         traced = with_choices(traced, layers, step.layered.remat, chunks.layers)
-    groups = chunks.of_group(layers)
-    staged = stage_step(
-        traced,
-        n_micro_batches,
-        groups,
-        chunks.stage_of,
-        keep_activations=keep_activations,
-        cast_once=cast_once,
-        splits_backward=splits_backward,
-    )
+    staged = stage_step(traced, n_micro_batches, chunks.of_group(layers), chunks.stage_of, options)
     return replace(staged, repeats=_repeats_of(step, staged))
 
 

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from minialpa.inter.build_plan import PlacedStages, Sketch, SolvedMesh, StageTooLargeError, plan_of, solve_meshes
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import LayeredStep
-from minialpa.inter.schedule.schedules import splits_backward
 from minialpa.inter.search.stage_in_memory import needed
 from minialpa.inter.search.stage_memory import mesh_memory
 from minialpa.inter.search.stage_times import stage_times
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.inter.short_plan import Expansion
 from minialpa.inter.staging.mesh_problem import mesh_collectives, mesh_equations, mesh_programs
-from minialpa.inter.staging.staged_step import stage_step
+from minialpa.inter.staging.staged_step import stage_step, task_options
 from minialpa.plan import Plan
 from minialpa.support.sizes import bytes_text
 
@@ -72,10 +71,7 @@ def _placed_whole(context: PlanningContext, placed: PlacedStages, layered: Layer
         options.n_micro_batches,
         placed.chunks.of_group(layered.of_group),
         placed.chunks.stage_of,
-        keep_activations=bool(options.keep_activations),
-        cast_once=bool(options.cast_once),
-        splits_backward=splits_backward(options.schedule),
-        stack_matrices=options.stack_matrices or 0,
+        task_options(options),
     )
     return dataclasses.replace(placed, staged=staged, short=None)
 

@@ -107,21 +107,28 @@ class Unrepeated:
     def write(self, eqn: JaxprEqn) -> JaxprEqn:
         """With other operands, after which some equations have no reader."""
         eqn = reading(eqn, self.names)
-        name, operands = eqn.primitive.name, eqn.invars
-        if name == "scatter" and is_lookup(eqn, gathers=False) and shape_of(operands[0]) == shape_of(operands[2]):
-            if self.is_permutation(operands[1]):
-                self.set[eqn.outvars[0]] = operands
-        elif name == "gather" and is_lookup(eqn, gathers=True) and operands[0] in self.set:
-            if self.set[operands[0]][1] is operands[1]:
-                self.names[eqn.outvars[0]] = self.set[operands[0]][2]
-        elif name == "eq" and aval_of(operands[0]).dtype.kind in "iu":
-            if operands[0] is operands[1]:
-                self.known[eqn.outvars[0]] = True
-            elif operands[0] in self.set and filled(operands[1], self.producers) == 0:
-                self.known |= {eqn.outvars[0]: False} if self._is_after_place(self.set[operands[0]][2]) else {}
-        elif name == "select_n" and self.known.get(operands[0]) is not None:
-            self.names[eqn.outvars[0]] = operands[1 + self.known[operands[0]]]
+        result, operands = eqn.outvars[:1], eqn.invars
+        match eqn.primitive.name:
+            case "scatter" if is_lookup(eqn, gathers=False) and shape_of(operands[0]) == shape_of(operands[2]):
+                if self.is_permutation(operands[1]):
+                    self.set[result[0]] = operands
+            case "gather" if is_lookup(eqn, gathers=True) and operands[0] in self.set:
+                if self.set[operands[0]][1] is operands[1]:
+                    self.names[result[0]] = self.set[operands[0]][2]
+            case "eq" if (equal := self._equal(*operands)) is not None:
+                self.known[result[0]] = equal
+            case "select_n" if operands[0] in self.known:
+                self.names[result[0]] = operands[1 + self.known[operands[0]]]
         return eqn
+
+    def _equal(self, x: Atom, y: Atom) -> bool | None:
+        """Whether integers are equal everywhere, or nowhere; None if unknown."""
+        if aval_of(x).dtype.kind not in "iu":
+            return None
+        if x is y:
+            return True
+        is_zero = x in self.set and filled(y, self.producers) == 0
+        return False if is_zero and self._is_after_place(self.set[x][2]) else None
 
     def _is_after_place(self, atom: Atom) -> bool:
         """Whether elements are 1 more than numbers of places, so never 0."""

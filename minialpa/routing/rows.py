@@ -19,6 +19,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,14 +114,35 @@ def _rewritten(
     if not n_rows:
         return None
     producers = {**written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
+    placed = _with_gathered_sorts(eqns, outvars, producers, n_rows)
+    producers |= {var: one.eqn for one in placed for var in one.eqn.outvars}
+    placed = _with_unique_places(placed, producers, proofs)
+    writer = _Writer([one.eqn for one in placed], [section[one.place] for one in placed], producers, sharing, proofs)
+    found = [replace(one, eqn=new) for one in placed for new in writer.write(one.eqn)]
+    is_live = live_equations([one.eqn for one in found], outvars)
+    found = list(itertools.compress(found, is_live))
+    # Products that remain as written would be computed twice.
+    return None if not writer.products or writer.products & {one.eqn for one in found} else found
+
+
+def _with_gathered_sorts(
+    eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], producers: Mapping[Atom, JaxprEqn], n_rows: AbstractSet[int]
+) -> list[NewEquation]:
+    """Sorts of so many rows make an order alone, which gathers their other results."""
     read = {var for eqn in eqns for var in operand_vars(eqn)} | {atom for atom in outvars if not is_literal(atom)}
-    maker = EquationMaker()
+    shapes, maker = {(n,) for n in n_rows}, EquationMaker()
     placed: list[NewEquation] = []
     for i, eqn in enumerate(eqns):
-        is_sort = eqn.primitive.name == "sort" and shape_of(eqn.invars[0]) in {(n,) for n in n_rows}
+        is_sort = eqn.primitive.name == "sort" and shape_of(eqn.invars[0]) in shapes
         new = sorted_by_gathers(eqn, producers, read, maker) if is_sort else [eqn]
         placed += [NewEquation(eqn=one, place=i) for one in new]
-    producers |= {var: one.eqn for one in placed for var in one.eqn.outvars}
+    return placed
+
+
+def _with_unique_places(
+    placed: Sequence[NewEquation], producers: Mapping[Atom, JaxprEqn], proofs: Proofs
+) -> list[NewEquation]:
+    """See `Unrepeated`."""
     numbers = {order: f"order {i}" for i, order in enumerate(Orders([one.eqn for one in placed], producers).of)}
 
     def is_permutation(index: Atom) -> bool:
@@ -129,13 +151,7 @@ def _rewritten(
         return base is not None and tables.is_quotient(index, base, 1)
 
     unrepeated = Unrepeated(producers, is_permutation)
-    placed = [replace(one, eqn=unrepeated.write(one.eqn)) for one in placed]
-    writer = _Writer([one.eqn for one in placed], [section[one.place] for one in placed], producers, sharing, proofs)
-    found = [replace(one, eqn=new) for one in placed for new in writer.write(one.eqn)]
-    is_live = live_equations([one.eqn for one in found], outvars)
-    found = list(itertools.compress(found, is_live))
-    # Products that remain as written would be computed twice.
-    return None if not writer.products or writer.products & {one.eqn for one in found} else found
+    return [replace(one, eqn=unrepeated.write(one.eqn)) for one in placed]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -362,15 +378,23 @@ class _Writer:
             return False
         tables = self._tables(lambda var: "ids" if self.values.of.get(var) == ids else None, bound)
         if (made := self._maker_of(sizes, "reduce_sum")) is not None:
-            one_hot = self._maker_of(made.invars[0], "convert_element_type")
-            units = tables.read(one_hot.invars[0] if one_hot is not None else made.invars[0])
-            is_matrix = made.params["axes"] == (0,) and len(shape_of(made.invars[0])) == 2
-            return bool(is_matrix and units and units[::2] == ("ids", 0) and _is_unit(units.values, bound, n_groups))
+            return self._sums_units(made, tables, bound, n_groups)
         made = self._maker_of(sizes, "scatter-add")
-        if made is None or not is_lookup(made, gathers=False) or shape_of(made.invars[0]) != (n_groups,):
+        return made is not None and self._adds_ones(made, tables, n_groups)
+
+    def _sums_units(self, eqn: JaxprEqn, tables: Tables, bound: int, n_groups: int) -> bool:
+        """Whether the sum is over the unit vector of each id."""
+        one_hot = self._maker_of(eqn.invars[0], "convert_element_type")
+        units = tables.read(one_hot.invars[0] if one_hot is not None else eqn.invars[0])
+        is_matrix = eqn.params["axes"] == (0,) and len(shape_of(eqn.invars[0])) == 2
+        return bool(is_matrix and units and units[::2] == ("ids", 0) and _is_unit(units.values, bound, n_groups))
+
+    def _adds_ones(self, eqn: JaxprEqn, tables: Tables, n_groups: int) -> bool:
+        """Whether 1 is added to an element of zeros for each id."""
+        if not is_lookup(eqn, gathers=False) or shape_of(eqn.invars[0]) != (n_groups,):
             return False
-        zero, one = (filled(made.invars[k], self.producers) for k in (0, 2))
-        return zero == 0 and one == 1 and tables.is_quotient(made.invars[1], "ids", 1)
+        zero, one = (filled(eqn.invars[k], self.producers) for k in (0, 2))
+        return zero == 0 and one == 1 and tables.is_quotient(eqn.invars[1], "ids", 1)
 
     def _bound(self, atom: Atom) -> int | None:
         """All elements are in range(bound)."""

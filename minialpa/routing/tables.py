@@ -127,17 +127,7 @@ class Tables:
         known = [one for one in operands if one is not None]
         if not known or len(known) < len(operands):
             return None
-        if name in _LAYOUTS:
-            return _in_layout(eqn, known[0])
-        of_base = {one[::2] for one in known if one.base is not None}
-        if len(of_base) > 1:
-            return None
-        base, dim = next(iter(of_base), (None, None))
-        # Beside the base, whose elements have any order, other elements would be in the same places.
-        if dim is not None and any(one.base is None and one.values.ndim and one.values.shape[dim] > 1 for one in known):
-            return None
-        values = _applied(eqn, [one.values for one in known])
-        return None if values is None else Table(base, values, dim)
+        return _in_layout(eqn, known[0]) if name in _LAYOUTS else _combined(eqn, known)
 
     def _looked_up(self, array: Atom, index: Atom) -> Table | None:
         """Elements [n] of an array [n], whose elements do not depend on a base."""
@@ -163,14 +153,32 @@ class Tables:
         if name in ("reshape", "squeeze", *_IDENTITIES):
             return self._elements(eqn.invars[0], at)
         if name == "broadcast_in_dim" and shape_of(eqn.invars[0]):
-            dims, old = eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0])
-            where = np.unravel_index(at, shape)
-            at = np.ravel_multi_index([where[d] if n > 1 else 0 * at for d, n in zip(dims, old, strict=True)], old)
-            return self._elements(eqn.invars[0], at)
+            return self._elements(eqn.invars[0], _places_before_broadcast(eqn, at))
         arrays = [self._elements(one, at) for one in eqn.invars]
         known = [one for one in arrays if one is not None]
         is_elementwise = name in FUNCTIONS or name == "convert_element_type"
         return _applied(eqn, known) if is_elementwise and len(known) == len(arrays) else None
+
+
+def _places_before_broadcast(eqn: JaxprEqn, at: Array) -> Array:
+    """The places in the operand of `broadcast_in_dim` of these places in its result."""
+    dims, shape = eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0])
+    where = np.unravel_index(at, shape_of(eqn.outvars[0]))
+    return np.ravel_multi_index([where[d] if n > 1 else 0 * at for d, n in zip(dims, shape, strict=True)], shape)
+
+
+def _combined(eqn: JaxprEqn, operands: list[Table]) -> Table | None:
+    """The result of an elementwise equation."""
+    of_base = {one[::2] for one in operands if one.base is not None}
+    if len(of_base) > 1:
+        return None
+    base, dim = next(iter(of_base), (None, None))
+    # Beside the base, whose elements have any order, other elements would be in the same places.
+    others = [one.values for one in operands if one.base is None]
+    if dim is not None and any(values.ndim and values.shape[dim] > 1 for values in others):
+        return None
+    values = _applied(eqn, [one.values for one in operands])
+    return None if values is None else Table(base, values, dim)
 
 
 def _applied(eqn: JaxprEqn, arrays: list[Array]) -> Array | None:

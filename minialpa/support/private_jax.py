@@ -540,22 +540,22 @@ def set_memory_kinds(lowered: Any, *in_host: Sequence[bool]) -> None:
 
 
 def _with_aliases_in_one_memory(main: Any, in_host: Sequence[bool], out_in_host: Sequence[bool]) -> list[Any]:
-    """Attributes of arguments."""
+    """Attributes of arguments. A donated argument whose result is in other memory gets a free result of its kind."""
     types: Any = ir.TypeAttr(main.attributes["function_type"]).value
-    results = [(str(t), host) for t, host in zip(types.results, out_in_host, strict=True)]
+    kinds = [(str(t), host) for t, host in zip(types.inputs, in_host, strict=True)]
+    free = dict(enumerate((str(t), host) for t, host in zip(types.results, out_in_host, strict=True)))
     given = [{x.name: x.attr for x in attributes} for attributes in main.attributes["arg_attrs"]]
-    aliased = [int(ir.IntegerAttr(one[_ALIAS]).value) if _ALIAS in one else None for one in given]
-    fits = [k is not None and out_in_host[k] == host for k, host in zip(aliased, in_host, strict=True)]
-    taken = {k for k, kept in zip(aliased, fits, strict=True) if kept}
-    for i, k in enumerate(aliased):
-        if k is None or fits[i]:
-            continue
-        kind = (str(types.inputs[i]), in_host[i])
-        other = next((r for r, result in enumerate(results) if result == kind and r not in taken), None)
+    aliased = {i: int(ir.IntegerAttr(one[_ALIAS]).value) for i, one in enumerate(given) if _ALIAS in one}
+    wrong = [i for i, k in aliased.items() if out_in_host[k] != in_host[i]]
+    for i, k in aliased.items():
+        if i not in wrong:
+            del free[k]
+    for i in wrong:
         alias = given[i].pop(_ALIAS)
+        other = next((k for k, kind in free.items() if kind == kinds[i]), None)
         if other is not None:
             given[i][_ALIAS] = ir.IntegerAttr.get(alias.type, other)
-            taken.add(other)
+            del free[other]
     return [ir.DictAttr.get(one) for one in given]
 
 

@@ -37,8 +37,8 @@ def rematerialise(
     """`traced`, with the rematerialisation `remat[layer]` of each layer.
 
     programs: layers that run in one program; by default all.
-    `full` and `offload_inputs` keep no values, `dots` and `offload` the results of matrix products and convolutions,
-    `none` all values.
+    Layers with `full` and `offload_inputs` keep no values; with `dots` and `offload` they keep the results of matrix
+    products and convolutions; with `none` they keep all values.
     """
     if all(choice == "none" for choice in remat):
         return traced

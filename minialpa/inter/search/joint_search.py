@@ -31,7 +31,8 @@ from minialpa.options import Remat
 from minialpa.plan import Certificate
 from minialpa.support.progress import Report
 
-#: Costs after which a search ends with its best pipeline, and after which it opens nothing before it has one.
+#: Solved costs after which a search ends with its best pipeline. Before the first pipeline, a search with more than
+#: `_MOST_BEFORE_FIRST` opens no further shapes and numbers.
 _MOST_SOLVED, _MOST_BEFORE_FIRST = 400, 200
 #: Near numbers of micro-batches open before the rest is solved, if at most this share of a pipeline's time is unsolved.
 #: GPT and Llama of 8 layers on 16 devices solve 42 to 51 costs, for any share from 0.05 to 1.
@@ -116,6 +117,7 @@ class StageSearch:
 
     @property
     def is_long(self) -> bool:
+        """Whether the search has solved its most costs."""
         return self.bounds.sublayers.n_solved > _MOST_SOLVED
 
     def _under_bounds(self, n: int, failures: dict[int, InfeasibleError]) -> StageAssignment | None:

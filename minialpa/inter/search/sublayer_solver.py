@@ -117,7 +117,7 @@ class SublayerSolver:
     def _new_sublayer_costs(self, staging: _Staging) -> SublayerCosts:
         """The whole step for the first staging, else the short step."""
         if self._first_staging is None:
-            # The equations of the short step are those of the whole step before rows are in slots.
+            # The short step has equations of the whole step, in which rows are not in slots.
             first = replace(staging, n=1, sharing=None) if self._is_routed else staging
             sublayers = self._costs_of(self._whole, first)
             self._first_staging = first

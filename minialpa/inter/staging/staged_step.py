@@ -29,11 +29,40 @@ from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.strategies.sharing import share_reads
 from minialpa.ir.equations import is_literal
 from minialpa.ir.op import Op
-from minialpa.options import AutoShardingOption
+from minialpa.options import AutoShardingOption, PlanOptions
 from minialpa.plan import Plan, StagePlan
 from minialpa.routing.rows import RowSharing, with_rows_in_slots
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.trace import TracedStep
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """Decisions about the tasks of a step.
+
+    keep_activations: see `split_micro_batches`.
+    cast_once: see `with_weights_cast_once`; has an effect with several micro-batches.
+    splits_backward: see `stage_split`.
+    stack_matrices: if not 0, see `with_stacked_matrices`.
+    """
+
+    keep_activations: bool = False
+    cast_once: bool = False
+    splits_backward: bool = False
+    stack_matrices: int = 0
+
+
+def task_options(options: PlanOptions) -> TaskOptions:
+    return TaskOptions(
+        bool(options.keep_activations),
+        bool(options.cast_once),
+        splits_backward(options.schedule),
+        options.stack_matrices or 0,
+    )
+
+
+def planned_task_options(plan: Plan) -> TaskOptions:
+    return TaskOptions(plan.keeps_activations, plan.casts_once, splits_backward(plan.schedule), plan.stack_matrices)
 
 
 def stage_step(
@@ -41,19 +70,9 @@ def stage_step(
     n_micro_batches: int,
     chunk_of_group: Sequence[int],
     mesh_of_chunk: Sequence[int],
-    *,
-    keep_activations: bool = False,
-    cast_once: bool = False,
-    splits_backward: bool = False,
-    stack_matrices: int = 0,
+    options: TaskOptions = TaskOptions(),
 ) -> StagedStep:
-    """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty.
-
-    keep_activations: see `split_micro_batches`.
-    cast_once: see `with_weights_cast_once`; has an effect with several micro-batches.
-    splits_backward: see `stage_split`.
-    stack_matrices: if not 0, see `with_stacked_matrices`.
-    """
+    """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty."""
     groups = chunk_of_group or [0] * traced.n_groups
     n_chunks = len(mesh_of_chunk)
 
@@ -64,15 +83,15 @@ def stage_step(
         chunk_of = [None if p is None else min(p, 2 * n_chunks - 1 - p) for p in positions]
 
     # A pass of its own computes gradients of weights if backward passes are split.
-    waits = not splits_backward
+    waits = not options.splits_backward
     split = split_micro_batches(
-        traced, n_micro_batches, chunk_of, keep_activations=keep_activations, waits_for_sums=waits
+        traced, n_micro_batches, chunk_of, keep_activations=options.keep_activations, waits_for_sums=waits
     )
-    if cast_once and n_micro_batches > 1:
+    if options.cast_once and n_micro_batches > 1:
         split = with_weights_cast_once(split)
     shared = _shared(split, by_direction=n_chunks > 1)
-    staged = stage_split(shared, groups, mesh_of_chunk, splits_backward=splits_backward)
-    return with_stacked_matrices(staged, stack_matrices) if stack_matrices else staged
+    staged = stage_split(shared, groups, mesh_of_chunk, splits_backward=options.splits_backward)
+    return with_stacked_matrices(staged, options.stack_matrices) if options.stack_matrices else staged
 
 
 def row_sharing(n_micro_batches: int, stages: Iterable[tuple[int, AutoShardingOption]]) -> RowSharing:
@@ -155,10 +174,7 @@ def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
             plan.n_micro_batches,
             groups,
             chunks.stage_of,
-            keep_activations=plan.keeps_activations,
-            cast_once=plan.casts_once,
-            splits_backward=splits_backward(plan.schedule),
-            stack_matrices=plan.stack_matrices,
+            planned_task_options(plan),
         )
     return RealisedStep(cut=cut, rematerialised=step, staged=staged)
 

@@ -91,7 +91,9 @@ METHODS: dict[str, Callable[[Remat], Method]] = {
 def test_steps_with_values_in_host_memory_equal_plain_jax(method: str, remat: Remat) -> None:
     weights, x = arguments(8, 16)
     run = minialpa.parallelize(step, method=METHODS[method](remat), donate_argnums=())
-    assert any(stage.host_bytes > 0 for stage in run.plan(weights, x).stages)
+    moves = [stage.host_bytes > 0 for stage in run.plan(weights, x).stages]
+    # The only layer of the first of four stages reads the batch, which stays.
+    assert all(moves[1:]) and (moves[0] or (method, remat) == ("four stages", "offload_inputs"))
     for examples in (x, x.at[3].set(jnp.inf), x.at[5, 2].set(jnp.nan)):
         assert_allclose(run(weights, examples), jax.jit(step)(weights, examples), rtol=1e-5, atol=1e-6)
 
