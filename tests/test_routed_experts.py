@@ -25,6 +25,7 @@ from minialpa import (
     UniformStageOption,
     routed,
 )
+from minialpa.inter.staging.staged_step import stage_step
 from minialpa.ir.equations import all_equations
 from minialpa.routing import tables
 from minialpa.routing.rows import RowSharing, with_rows_in_slots
@@ -227,6 +228,18 @@ def _sorted_by(
         return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, WIDTH), weights)
 
     return layer
+
+
+def test_micro_batches_do_not_wait_for_the_tokens_of_others() -> None:
+    """Without slots, a sort of all tokens divides the loop over micro-batches."""
+
+    def step(p: Any, x: Any) -> Any:
+        return minialpa.value_and_grad(lambda p: jnp.sum(jnp.sin(_plain(p, x))))(p)
+
+    traced = trace(step, _parameters(), floats((TOKENS, WIDTH), 9))
+    in_slots = with_rows_in_slots(traced, RowSharing(n_micro_batches=16, n_devices=2, skew=1.0))
+    n_loops = [stage_step(one, 16, (), (0,)).split.n_loops for one in (traced, in_slots)]
+    assert n_loops[0] > 1 and n_loops[1] == 1
 
 
 def test_groups_keep_their_numbers() -> None:
