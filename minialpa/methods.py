@@ -253,7 +253,12 @@ class PipeshardParallel:
             n_micro_batches=self.num_micro_batches,
             schedule=self.pipeline_schedule,
             layers=self._layers(),
-            stages=_with_shared(self._stages(), attention=attention_of(self), expert_skew=expert_skew_of(self)),
+            stages=_with_shared(
+                self._stages(),
+                attention=attention_of(self),
+                expert_skew=expert_skew_of(self),
+                offload_optimizer=offloads_optimizer(self),
+            ),
             sharding=self.default_auto_sharding_option or AutoShardingOption(),
         )
 
@@ -493,6 +498,10 @@ def attention_of(method: Method | FollowingMethod | Plan) -> Attention:
 
 def expert_skew_of(method: Method | FollowingMethod | Plan) -> float:
     return _option_of(method).expert_skew
+
+
+def offloads_optimizer(method: Method | FollowingMethod | Plan) -> bool:
+    return not isinstance(method, CreateStateParallel) and _option_of(method).offload_optimizer
 
 
 def _option_of(method: Method | FollowingMethod | Plan) -> AutoShardingOption:

@@ -68,6 +68,8 @@ class AutoShardingOption:
             Equal for all stages.
         expert_skew: at least 1. Devices that share experts have memory, and send arrays, for this many times their mean
             number of rows; more rows take more time. Stages share one value.
+        offload_optimizer: whether arrays that only the update reads and replaces, such as momenta, stay in host memory
+            between steps, see docs/state.md. Write the step as for device memory. Equal for all stages.
     """
 
     enable_auto_sharding: bool = True
@@ -85,6 +87,7 @@ class AutoShardingOption:
     shardings: Shardings = "hint"
     attention: Attention = "auto"
     expert_skew: Positive = 1.25
+    offload_optimizer: bool = False
     axis_names: tuple[str, ...] = ()
     received_axes: tuple[tuple[str, int], ...] = ()
     axis_lengths: tuple[Count, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -315,6 +316,18 @@ def _last_row_differs(p: Any, x: Any) -> Any:
 def test_indices_of_many_rows_are_compared_part_by_part(most_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MOST_VALUES", most_values)
     assert _rewritten(_plain)[0] and not _rewritten(_last_row_differs)[0]
+
+
+def test_a_proof_keeps_no_tables() -> None:
+    n = 1 << 18
+    flat = trace(lambda order: (order // 4, order // 4 + 1), jax.ShapeDtypeStruct((n,), jnp.int32)).flat
+    producers = {var: eqn for eqn in flat.eqns for var in eqn.outvars}
+    found = tables.Tables(producers, {flat.invars[0]: "order"}.get, n)
+    tracemalloc.start()
+    assert [found.is_quotient(out, "order", 4) for out in flat.outvars] == [True, False]
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 4 * n / 10 and peak > 4 * n
 
 
 def _rewritten(layer: Layer) -> tuple[bool, Counter[str]]:

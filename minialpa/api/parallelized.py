@@ -40,6 +40,7 @@ from minialpa.calls import (
 )
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
 from minialpa.field_types import check_value
+from minialpa.inter.layers.host_state import with_state_in_host
 from minialpa.inter.microbatch.find_batch import find_batch
 from minialpa.methods import (
     CreateStateParallel,
@@ -50,6 +51,7 @@ from minialpa.methods import (
     attention_of,
     axis_names_of,
     check_method,
+    offloads_optimizer,
     resolve_devices,
 )
 from minialpa.options import PlanningEffort, Shardings
@@ -63,6 +65,7 @@ from minialpa.support.collection import collection_paused
 from minialpa.support.private_jax import NO_MESH, api_boundaries, under_mesh, warn
 from minialpa.support.progress import phase
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
+from minialpa.tracing.host_memory import on_device
 from minialpa.tracing.refs import is_ref_leaf, ref_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
@@ -644,12 +647,14 @@ class ParallelizedFunc:
 
     @_without_mesh
     def _trace(self, call: Call) -> TracedStep:
-        """With recognised attentions as the method asks."""
+        """With recognised attentions, and optimizer state in host memory, as the method asks."""
         with phase("tracing", ticks=False):
             traced = self._traced_as_written(call)
             attention = attention_of(self._method)
             with collection_paused():
-                return traced if attention == "written" else recognise(traced, everywhere=attention == "fused")
+                if attention != "written":
+                    traced = recognise(traced, everywhere=attention == "fused")
+                return with_state_in_host(traced) if offloads_optimizer(self._method) else traced
 
     def _warn_of_object(self, call: Call) -> None:
         """Warn that the program keeps the present attributes of `self`, unless `self` is static."""
@@ -678,7 +683,7 @@ class ParallelizedFunc:
             with collection_paused(), bare_specs_over(axis_names_of(self._method)):
                 traced = trace_step(
                     on_leaves(self._fun, call, paths),
-                    call.leaves,
+                    [*map(on_device, call.leaves)] if offloads_optimizer(self._method) else call.leaves,
                     in_paths=paths,
                     is_batch=[known.batch != "auto" and number in known.batch for number in numbers],
                     arg_of_leaf=numbers,

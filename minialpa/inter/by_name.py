@@ -34,6 +34,8 @@ from minialpa.routing.rows import with_rows_in_slots
 
 #: In steps of more equations, methods rematerialise all layers or no layer: a choice for each layer takes minutes.
 _FEW_EQUATIONS = 10_000
+#: In steps of more equations, methods by name are planned only if the search finds no plan: each takes minutes.
+_LARGE_EQUATIONS = 30_000
 
 
 def best_with_methods_by_name(
@@ -55,7 +57,8 @@ def best_with_methods_by_name(
     except InfeasibleError as error:
         failure = error
 
-    plans += _plans_by_name(context, auto, planned, best_variant, plans)
+    if not plans or len(context.traced.flat.eqns) <= _LARGE_EQUATIONS:
+        plans += _plans_by_name(context, auto, planned, best_variant, plans)
     if not plans:
         assert failure is not None
         raise failure

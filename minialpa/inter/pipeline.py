@@ -56,6 +56,8 @@ from minialpa.tracing.trace import TracedStep
 
 #: Sketches that are expanded to the whole step, the best first. If all fail, the planner replans the whole step.
 _MOST_SKETCHES = 3
+#: Part of a step that updates take before stacks of matrices are planned. By choice: that plans the whole step.
+_LITTLE_UPDATE = 0.01
 
 
 def plan_step(
@@ -222,7 +224,9 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
         plan = _or_planned_with(context, plan, cast_once=True)
     n_devices = max(stage.n_devices for stage in plan.stages)
     is_open = options.stack_matrices is None and not plan.stack_matrices and n_devices > 1
-    if is_open and stacks_matrices(staged_step_of(context, plan)):
+    # Stacks can save the seconds of the update at most. One micro-batch has no update of its own.
+    may_gain = plan.n_micro_batches == 1 or plan.cost.update_s > _LITTLE_UPDATE * plan.cost.total_s
+    if is_open and may_gain and stacks_matrices(staged_step_of(context, plan)):
         plan = _or_planned_with(context, plan, stack_matrices=n_devices)
     return plan
 

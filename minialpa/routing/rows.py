@@ -77,8 +77,8 @@ class RowSharing:
     skew: float
 
 
-#: Whether an index is a certain function of an order; equal for equal programs.
-Proofs = dict[Hashable, bool]
+#: Of which elements an index is a function, and whether it is a certain one, by text of the function.
+Proofs = dict[Hashable, str | bool | None]
 
 
 def with_rows_in_slots(step: TracedStep, sharing: RowSharing, proofs: Proofs | None = None) -> TracedStep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -19,6 +19,9 @@ _IDENTITIES = ("copy", "stop_gradient")
 _LAYOUTS = ("broadcast_in_dim", "reshape", "squeeze")
 #: Most values of a table. Functions of more elements are compared part by part.
 MOST_VALUES = 1 << 18
+#: Primitives that tables know.
+_READ = {"iota", "gather", "convert_element_type", *_IDENTITIES, *_LAYOUTS, *FUNCTIONS}
+T = TypeVar("T")
 
 
 class Table(NamedTuple):
@@ -30,10 +33,10 @@ class Table(NamedTuple):
 
 
 class Tables:
-    """Attributes:
+    """Proofs by tables, which go after each proof: a model of many layers has thousands of large ones.
+
     bases: by variable, the name of its elements: 0, 1, ..., n - 1.
-    first, size: of the elements in these tables, by default the first ones.
-    proofs: by text of a function, number of elements and divisor, the results of `is_quotient`.
+    proofs: results by text of a function, so that equal layers are proven once.
     """
 
     def __init__(
@@ -41,14 +44,75 @@ class Tables:
         producers: Mapping[Atom, JaxprEqn],
         bases: Callable[[Var], str | None],
         n: int,
-        *,
-        first: int = 0,
-        proofs: dict[Hashable, bool] | None = None,
+        proofs: dict[Hashable, Any] | None = None,
+    ) -> None:
+        self.producers, self.bases, self.n = producers, bases, n
+        self._proofs = {} if proofs is None else proofs
+
+    def read(self, atom: Atom) -> Table | None:
+        """Of the first elements. None if unknown."""
+        return _Part(self.producers, self.bases, self.n, 0).read(atom)
+
+    def base_of(self, atom: Atom) -> str | None:
+        """The name of the elements of which an array [n] or [n 1] is a function; None for other arrays."""
+        return self._proven(atom, (), lambda: _Part(self.producers, self.bases, self.n, 0).base_of(atom))
+
+    def is_quotient(self, atom: Atom, base: str, divisor: int) -> bool:
+        """Whether it is base // divisor, in an array [n] or [n 1]."""
+        if self.base_of(atom) != base:
+            return False
+        firsts = range(0, self.n, MOST_VALUES)
+
+        def in_parts() -> bool:
+            parts = (_Part(self.producers, self.bases, self.n, first) for first in firsts)
+            return all(part.has_quotients(atom, base, divisor) for part in parts)
+
+        return bool(self._proven(atom, (base, divisor), in_parts))
+
+    def _proven(self, atom: Atom, question: Hashable, prove: Callable[[], T]) -> T | None:
+        """None if the atom is not a function of bases."""
+        text = self._text(atom)
+        if text is None:
+            return None
+        key = text, self.n, question
+        if key not in self._proofs:
+            self._proofs[key] = prove()
+        found: T | None = self._proofs[key]
+        return found
+
+    def _text(self, atom: Atom) -> Hashable:
+        """Equal for equal functions of bases; None for an atom that a `_Part` cannot read."""
+        eqns: dict[JaxprEqn, None] = {}
+        inputs: dict[Var, str] = {}
+
+        def add(atom: Atom) -> bool:
+            if is_literal(atom) or atom in inputs:
+                return True
+            base, eqn = self.bases(atom), self.producers.get(atom)
+            if base is not None:
+                inputs[atom] = base
+            elif eqn is None or eqn.primitive.name not in _READ or np.dtype(aval_of(atom).dtype).kind not in "biu":
+                return False
+            elif eqn not in eqns:
+                if not all(map(add, eqn.invars)):
+                    return False
+                eqns[eqn] = None
+            return True
+
+        if not add(atom):
+            return None
+        return program_key(tuple(inputs), tuple(eqns), (atom,)), tuple(inputs.values())
+
+
+class _Part:
+    """Tables of the elements from `first` on, as many as a table holds."""
+
+    def __init__(
+        self, producers: Mapping[Atom, JaxprEqn], bases: Callable[[Var], str | None], n: int, first: int
     ) -> None:
         self.producers, self.bases, self.n = producers, bases, n
         self.first, self.size = first, min(MOST_VALUES, n - first)
         self._known: dict[Atom, Table | None] = {}
-        self._proofs = {} if proofs is None else proofs
 
     def read(self, atom: Atom) -> Table | None:
         """None if unknown."""
@@ -66,52 +130,16 @@ class Tables:
                 self._known[atom] = self._computed(self.producers[atom])
         return self._known[atom]
 
-    def constant(self, atom: Atom) -> int | None:
-        """The integer that an array is everywhere; None if unknown."""
-        found = self.read(atom)
-        is_known = found is not None and found.base is None and found.values.size == 1
-        return int(found.values.item()) if found is not None and is_known else None
-
-    def is_quotient(self, atom: Atom, base: str, divisor: int) -> bool:
-        """Whether it is base // divisor, in an array [n] or [n 1]."""
-        if self.base_of(atom) != base:
-            return False
-        key = self._text(atom), self.n, divisor
-        if key not in self._proofs:
-            parts = (
-                self if first == 0 else Tables(self.producers, self.bases, self.n, first=first)
-                for first in range(0, self.n, MOST_VALUES)
-            )
-            self._proofs[key] = all(part._has_quotients(atom, base, divisor) for part in parts)
-        return self._proofs[key]
-
     def base_of(self, atom: Atom) -> str | None:
-        """The name of the elements of which an array [n] or [n 1] is a function; None for other arrays."""
+        """As `Tables.base_of`."""
         found = self.read(atom)
         return found.base if found is not None and found.values.size == self.size else None
 
-    def _has_quotients(self, atom: Atom, base: str, divisor: int) -> bool:
+    def has_quotients(self, atom: Atom, base: str, divisor: int) -> bool:
+        """As `Tables.is_quotient`, of these elements."""
         found = self.read(atom)
         values = np.arange(self.first, self.first + self.size) // divisor
         return found is not None and self.base_of(atom) == base and np.array_equal(found.values.reshape(-1), values)
-
-    def _text(self, atom: Atom) -> Hashable:
-        """Equal for equal functions."""
-        eqns: dict[JaxprEqn, None] = {}
-        inputs: dict[Atom, None] = {}
-
-        def add(atom: Atom) -> None:
-            if is_literal(atom) or atom in inputs:
-                return
-            if self.bases(atom) is not None:
-                inputs[atom] = None
-            elif (eqn := self.producers[atom]) not in eqns:
-                for operand in eqn.invars:
-                    add(operand)
-                eqns[eqn] = None
-
-        add(atom)
-        return program_key(tuple(inputs), tuple(eqns), (atom,))
 
     def _computed(self, eqn: JaxprEqn) -> Table | None:
         name, params = eqn.primitive.name, eqn.params

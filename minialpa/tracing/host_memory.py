@@ -40,6 +40,11 @@ def argument_is_in_host(leaf: Any, path: str) -> bool:
     return kind is not None
 
 
+def on_device(leaf: Any) -> Any:
+    """The type of an array in host memory as if it were in device memory; another leaf itself."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if memory_kind_of(leaf) == HOST_KIND else leaf
+
+
 def refuse_work_on_host(closed: ClosedJaxpr) -> None:
     """Raise TraceError for the first operation that runs on the host, or has a memory kind that plans lack."""
     for eqn in all_equations(closed.jaxpr):

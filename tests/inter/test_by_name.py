@@ -115,6 +115,25 @@ def test_a_search_that_finds_nothing_takes_what_fits_by_name(mlp: TracedStep, mo
         planned(mlp, GPUS, searching(4, math.inf, nothing))
 
 
+def test_large_steps_try_methods_by_name_only_without_another_plan(
+    mlp: TracedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, tried, fails = pipeline._planned, [], False
+
+    def noted(context: Any) -> Plan:
+        tried.append("search" if context.options.layers is not None else "by name")
+        if fails and tried[-1] == "search":
+            raise InfeasibleError("nothing fits")
+        return whole(context)
+
+    monkeypatch.setattr(pipeline, "_planned", noted)
+    monkeypatch.setattr(by_name, "_LARGE_EQUATIONS", 0)
+    found = planned(mlp, GPUS, searching(4, math.inf))
+    assert set(tried) == {"search"} and found.n_micro_batches == 4
+    fails = True
+    assert planned(mlp, GPUS, searching(4, math.inf)).n_micro_batches == 4 and "by name" in tried
+
+
 def test_a_single_stage_is_tried_with_far_fewer_micro_batches(mlp: TracedStep, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it loses with the number of the search, and with half of that."""
     whole, by_number = pipeline._planned, {n: planned(mlp, GPUS, ShardParallel(num_micro_batches=n)) for n in (8, 64)}

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.layers.remat import Layer, barrier_of, gradient_sums, layers_of, programs_of, rematerialise, renamed
 from minialpa.inter.microbatch.batching import batch_kinds
-from minialpa.ir.equations import aval_of, is_in_host, is_inexact, is_literal, operand_vars
+from minialpa.ir.equations import Atom, aval_of, is_in_host, is_inexact, is_literal, operand_vars
 from minialpa.ir.op import Op
 from minialpa.options import Remat
 from minialpa.rules.expensive import has_contraction
@@ -112,7 +112,7 @@ class _Moves:
 
         in_host: dict[Var, Var] = {}
         for v, after in values.items():
-            move, in_host[v] = _move(v, jax.memory.Space.Host)
+            move, in_host[v] = moved(v, jax.memory.Space.Host)
             self._insert(after + 1, after, [move])
         end = next(
             (e for e in (1 + max(layer.forward[-1], beside.forward[-1]), 1 + layer.forward[-1]) if e <= start), None
@@ -128,7 +128,7 @@ class _Moves:
         moves: list[JaxprEqn] = []
         fetched: dict[Var, Var] = {}
         for v, copy in in_host.items():
-            move, fetched[v] = _move(after_barrier[copy], jax.memory.Space.Device)
+            move, fetched[v] = moved(after_barrier[copy], jax.memory.Space.Device)
             moves.append(move)
         self._insert(start, first, [*barrier, *moves])
         self._rename(layer.backward, fetched)
@@ -182,6 +182,6 @@ class _Moves:
             self.eqns[i] = self.eqns[i].replace(invars=renamed(self.eqns[i].invars, names))
 
 
-def _move(v: Var, space: Any) -> tuple[JaxprEqn, Var]:
-    (eqn,), (moved,) = equations_for(lambda x: jax.device_put(x, space), v)
-    return eqn, moved
+def moved(v: Atom, space: Any) -> tuple[JaxprEqn, Any]:
+    (eqn,), (copy,) = equations_for(lambda x: jax.device_put(x, space), v)
+    return eqn, copy

@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import jax
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import ShardingError
+from minialpa.inter.layers.offload import moved
 from minialpa.inter.lower.instruction_passes import last_uses, with_frees
 from minialpa.inter.lower.propagated_specs import propagated_specs
 from minialpa.inter.lower.row_equations import RowEquations, RowRange
@@ -32,6 +34,7 @@ from minialpa.ir.equations import (
     operand_vars,
     shape_of,
 )
+from minialpa.ir.op import Op
 from minialpa.plan import PlacedValue
 from minialpa.programs.program import (
     ConstantSlot,
@@ -83,6 +86,7 @@ def state_program(traced: TracedStep, step: Program, meshes: Sequence[LogicalMes
     meshes: the logical mesh of each mesh of `step`.
     Raises ShardingError if the step reads rows of the state as a batch.
     """
+    traced = _in_memories_of(step, traced)
     blocks = _state_blocks(traced, step)
     writer = _StateWriter(traced, meshes)
     for mesh in range(len(meshes)):
@@ -91,6 +95,19 @@ def state_program(traced: TracedStep, step: Program, meshes: Sequence[LogicalMes
     program = writer.program(step, blocks)
     verify_program(program)
     return StateProgram(program, _placed_inputs(traced, program), _placed_outputs(traced, blocks))
+
+
+def _in_memories_of(step: Program, traced: TracedStep) -> TracedStep:
+    """The function, with results in host memory where the step reads them there."""
+    flat = traced.flat
+    in_host = {slot.leaf for slot in step.inputs if slot.in_host}
+    outvars, ops = list(flat.outvars), list(flat.ops)
+    n_leaves = len(outvars)
+    for number, (leaf, _) in enumerate(numbered_leaves(range(n_leaves), step.blocks.arguments[:n_leaves])):
+        if number in in_host and not is_in_host(outvars[leaf].aval):
+            move, outvars[leaf] = moved(outvars[leaf], jax.memory.Space.Host)
+            ops.append(Op(move))
+    return replace(traced, flat=replace(flat, ops=tuple(ops), outvars=tuple(outvars)))
 
 
 def _state_blocks(traced: TracedStep, step: Program) -> list[_StateBlock]:
