@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 import minialpa
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa import AutoShardingOption, ClusterSpec, ShardParallel
-from minialpa.cost import CollectiveKind
+from minialpa.cluster import LogicalMesh
+from minialpa.cost import Collective, CollectiveKind
 from minialpa.grouped import grouped_product_p
 from minialpa.routing.slots import SlotShape, from_slots, slots_of, to_slots
 
@@ -182,8 +183,8 @@ def _by_owner(p: Any, tokens: Any, chosen: Any, n_experts: int, axes: tuple[str,
     return from_slots(back[:, None], slots.slot_of_row)[0].reshape(*chosen.shape, -1)
 
 
-def recipe_bytes(recipe: str, lengths: tuple[int, ...], cell: tuple[int, ...], skew: float) -> float | None:
-    """Bytes of the collectives of a device in one step, as `Collective.n_bytes`; None if the lengths do not divide.
+def recipe_collectives(recipe: str, lengths: tuple[int, ...], cell: tuple[int, ...], skew: float) -> list[Collective]:
+    """Of a device in one step; empty if the lengths do not divide.
 
     recipe: "axes: function", for the axes of which the function has the experts.
     """
@@ -192,7 +193,7 @@ def recipe_bytes(recipe: str, lengths: tuple[int, ...], cell: tuple[int, ...], s
     layer, names = {"gathered": _gathered, "features": _features, "experts": _by_owner}[function], tuple(axes)
     n = math.prod(lengths["hd".index(name)] for name in names)
     if n_experts % n:
-        return None
+        return []
     params, batch = arguments(n_experts, width, inner, tokens * math.prod(lengths))
     params |= {"in": jax.ShapeDtypeStruct((width, width), jnp.bfloat16)}
     features = {"gate": P(None, None, names), "up": P(None, None, names), "down": P(None, names)}
@@ -210,18 +211,19 @@ def recipe_bytes(recipe: str, lengths: tuple[int, ...], cell: tuple[int, ...], s
         )
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(params, batch).jaxpr
-    return sum(_bytes_of_collectives(jaxpr, dict(zip("hd", lengths, strict=True))))
+    return list(_collectives(jaxpr, dict(zip("hd", lengths, strict=True))))
 
 
-def _bytes_of_collectives(jaxpr: Any, lengths: dict[str, int]) -> Iterator[float]:
+def _collectives(jaxpr: Any, lengths: dict[str, int]) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         kind = _KINDS.get(eqn.primitive.name)
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         if kind is not None and math.prod(lengths[name] for name in names) > 1:
             arrays = eqn.outvars if kind == "all-gather" else eqn.invars
-            yield sum(float(x.aval.size * x.aval.dtype.itemsize) for x in arrays)
+            n_bytes = sum(float(x.aval.size * x.aval.dtype.itemsize) for x in arrays)
+            yield Collective(kind, n_bytes, tuple(sorted("hd".index(name) for name in names)))
         for inner in jax.core.jaxprs_in_params(eqn.params):
-            yield from _bytes_of_collectives(inner, lengths)
+            yield from _collectives(inner, lengths)
 
 
 RECIPES = ("hd: experts", "d: experts", "hd: gathered", "d: gathered", "hd: features", "d: features")
@@ -229,8 +231,9 @@ RECIPES = ("hd: experts", "d: experts", "hd: gathered", "d: gathered", "hd: feat
 
 @benchmark("experts_recipes")
 def experts_recipes(size: Size) -> Rows:
-    """Bytes of collectives of a plan, over the least of hand recipes; the same of collectives that cannot hide; planned
-    seconds, over the same step without gathers; arithmetic over routed rows."""
+    """Bytes of collectives of a plan, over the least of hand recipes; the same of collectives that cannot hide; bytes
+    that leave a device, and seconds of collectives, hidden or not, over the least of recipes; planned seconds, over the
+    same step without gathers; arithmetic over routed rows."""
     rows: Rows = []
     for cell, lengths, skew, slower in itertools.product(CELLS, MESHES, SKEWS, LINKS):
         if size != "full" and (cell, skew, lengths, slower) != (CELLS[1], SKEWS[1], MESHES[0], LINKS[0]):
@@ -242,12 +245,17 @@ def experts_recipes(size: Size) -> Rows:
         )
         plan = _fastest(cell, cluster, AutoShardingOption(expert_skew=skew))
         without_gathers = _fastest(cell, cluster, AutoShardingOption(expert_skew=skew, allow_all_gather=False))
-        known = _bytes_of_recipes(lengths, cell, skew)
+        recipes = _recipes(lengths, cell, skew)
+        known = {name: sum(one.n_bytes for one in of_recipe) for name, of_recipe in recipes.items()}
         best = min(known, key=known.__getitem__)
         planned, exposed = (
             sum(c.times_per_step * c.n_bytes for c in plan.collectives if all_of_them or not c.can_hide)
             for all_of_them in (True, False)
         )
+        mesh = plan.stages[0].mesh
+        of_plan = [(c.times_per_step, Collective(c.kind, c.n_bytes, c.axes)) for c in plan.collectives]
+        meshes = [cluster.logical_mesh(lengths, shape) for shape in (lengths, (math.prod(lengths),))]
+        of_recipes = [[(1, one) for one in of_recipe] for of_recipe in recipes.values()]
         routed = 2.0 * tokens * (9 * top_k * width * inner + 2 * width * width + 3 * width * n_experts)
         rows.append(
             {
@@ -260,6 +268,9 @@ def experts_recipes(size: Size) -> Rows:
                 "recipe_mb": known[best] / 1e6,
                 "bytes_over_recipe": planned / known[best],
                 "exposed_over_recipe": exposed / known[best],
+                "sent_over_recipe": _seconds(of_plan, [_counting(mesh)])
+                / min(_seconds(one, [_counting(each) for each in meshes]) for one in of_recipes),
+                "links_over_recipe": _seconds(of_plan, [mesh]) / min(_seconds(one, meshes) for one in of_recipes),
                 "seconds_over_no_gathers": plan.cost.total_s / without_gathers.cost.total_s,
                 "flops_over_routed": plan.model_flops / routed,
             }
@@ -294,6 +305,25 @@ def _fastest(cell: tuple[int, ...], cluster: ClusterSpec, option: AutoShardingOp
 
 
 @functools.cache
-def _bytes_of_recipes(lengths: tuple[int, ...], cell: tuple[int, ...], skew: float) -> dict[str, float]:
-    by_recipe = {recipe: recipe_bytes(recipe, lengths, cell, skew) for recipe in RECIPES}
-    return {recipe: n_bytes for recipe, n_bytes in by_recipe.items() if n_bytes is not None}
+def _recipes(lengths: tuple[int, ...], cell: tuple[int, ...], skew: float) -> dict[str, list[Collective]]:
+    found = {recipe: recipe_collectives(recipe, lengths, cell, skew) for recipe in RECIPES}
+    return {recipe: collectives for recipe, collectives in found.items() if collectives}
+
+
+def _counting(mesh: LogicalMesh) -> LogicalMesh:
+    """A mesh on which seconds of collectives are bytes that leave a device."""
+    return LogicalMesh(mesh.shape, (0.0,) * len(mesh.shape), (1.0,) * len(mesh.shape))
+
+
+def _seconds(found: list[tuple[int, Collective]], meshes: list[LogicalMesh]) -> float:
+    """Collectives along all axes of the first mesh run on the last one, which may be of one axis."""
+    first, last = meshes[0], meshes[-1]
+    return sum(
+        n
+        * (
+            dataclasses.replace(one, axes=(0,)).seconds(last)
+            if one.axes == (0, 1) and last != first
+            else one.seconds(first)
+        )
+        for n, one in found
+    )

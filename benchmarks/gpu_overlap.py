@@ -137,7 +137,7 @@ def _columns(traced: TracedStep, compiled: Plan, plan: Plan, cache: Path | None)
     hidden_s = plan.n_micro_batches * sum(one.hidden_s for one in stage.passes)
     waited_s = plan.n_micro_batches * stage.communication_s + stage.update_s
     return {
-        "exposed_ms": 1e3 * sum(n * (found.total_s - found.kernels_s) for n, _, found in runs),
+        "exposed_ms": 1e3 * sum(n * a.collective.times * a.exposed_s for n, _, found in runs for a in found.exposed),
         "hidden": sum(n * found.hidden_bytes for n, _, found in runs) / n_bytes,
         "with_work": sum(n * _with_work(found) for n, _, found in runs) / n_bytes,
         "moved_gb": sum(n * _moved(one) for n, one, _ in runs) / 1e9,

@@ -56,6 +56,7 @@ class KernelRates:
         attention_efficiency: rate of fused attention.
         sustained: rate of products that follow each other under the power limit, relative to one product.
         overlap: part of the seconds of work in which collectives can run; 0 where streams wait for each other.
+        contention: part of the rate of work that collectives beside it take, with processors and bandwidth.
     """
 
     product_efficiency: Positive
@@ -65,6 +66,7 @@ class KernelRates:
     attention_efficiency: Positive = 1.0
     sustained: Positive = 1.0
     overlap: NotNegative = 1.0
+    contention: NotNegative = 0.0
 
     @api_boundary
     def __post_init__(self) -> None:
@@ -134,6 +136,10 @@ class DeviceSpec:
         return 1.0 if self.kernels is None else self.kernels.overlap
 
     @property
+    def contention(self) -> float:
+        return 0.0 if self.kernels is None else self.kernels.contention
+
+    @property
     def launch_s(self) -> float:
         return 0.0 if self.kernels is None else self.kernels.launch_s
 
@@ -185,6 +191,7 @@ def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: f
 
     See `benchmarks.gpu_products`. `sustained` and `memory_efficiency` are fitted to published runs
     (`benchmarks.published_runs`). `attention_efficiency`, of cuDNN's kernel, is chosen by hand, as few runs use it.
+    `contention` is 20 of 132 processors, which collectives have in the training of DeepSeek-V3 (section 3.2.2).
     """
     return KernelRates(
         product_efficiency=0.87,
@@ -193,6 +200,7 @@ def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: f
         launch_s=5e-6,
         attention_efficiency=attention_efficiency,
         sustained=sustained,
+        contention=0.15,
     )
 
 

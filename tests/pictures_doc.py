@@ -226,9 +226,9 @@ def planned() -> Plan:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    square, up, down = (jax.ShapeDtypeStruct((4096 * a, 4096 * b), jnp.float32) for a, b in ((1, 1), (1, 4), (4, 1)))
+    rows, up, down = (jax.ShapeDtypeStruct((4096 * a, 4096 * b), jnp.float32) for a, b in ((2, 1), (1, 4), (4, 1)))
     params = {"up0": up, "down0": down, "up1": up, "down1": down}
-    args = (params, jax.eval_shape(optimizer.init, params), {"x": square, "y": square})
+    args = (params, jax.eval_shape(optimizer.init, params), {"x": rows, "y": rows})
     method = PipeshardParallel(num_micro_batches=4, layer_option=ManualLayerOption(), stage_option=AutoStageOption())
     cluster = ClusterSpec.preset("h100", num_hosts=2, devices_per_host=4)
     with jax.numpy_dtype_promotion("standard"):

@@ -98,7 +98,7 @@ def test_file_of_parts_has_their_seconds(run: Run, parts: Parts, tmp_path: Path)
     assert found.n_micro_batches == 16
 
 
-def test_experts_of_a_stage_move_tokens_and_no_weights() -> None:
+def test_tokens_go_to_each_host_once_and_no_weights_move() -> None:
     row = _ROW | {
         "model": "qwen3-30b-a3b", "layers": 2, "hidden": 256, "gpus": 16, "dp": 16, "tp": 1, "pp": 1, "ep": 16,
         "global_batch": 32, "micro_batch": 1,
@@ -107,10 +107,11 @@ def test_experts_of_a_stage_move_tokens_and_no_weights() -> None:
     plan = plan_of(run)
     experts = run.model.experts
     assert experts is not None
-    # One example of bfloat16 per device, sent to `per_token` experts over both axes, and back.
-    sent = 2 * run.model.seq * experts.per_token * run.model.hidden
-    moved = [one for one in plan.collectives if one.kind == "all-to-all" and one.n_bytes == sent]
-    assert {one.axes for one in moved} == {(0,), (1,)}
+    # One example of bfloat16 per device goes to each of two hosts, there to `per_token` experts, and back.
+    token_bytes = 2 * run.model.seq * run.model.hidden
+    sent = {(0,): 2 * token_bytes, (1,): experts.per_token * token_bytes}
+    moved = {one.axes for one in plan.collectives if one.kind == "all-to-all" and one.n_bytes == sent[one.axes]}
+    assert moved == {(0,), (1,)}
     weights = 2 * run.model.n_layers * experts.n * experts.inner * run.model.hidden
     assert all(one.n_bytes < weights for one in plan.collectives if one.kind == "all-gather")
 

@@ -45,6 +45,7 @@ class Experts:
         inner: features inside an expert.
         mesh: devices along the axes "examples" and "operators" of a stage.
         over: the axes that split experts.
+        once_per_host: whether a token goes to each host once, whose devices pass it on, in place of once per expert.
     """
 
     n: int
@@ -52,6 +53,7 @@ class Experts:
     inner: int
     mesh: tuple[int, int] = (1, 1)
     over: tuple[str, ...] = ()
+    once_per_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,12 +325,40 @@ def _experts(of: Decoder, experts: Experts, x: jax.Array, weights: Any) -> jax.A
     logits = jnp.dot(x, weights["router"]).astype(jnp.float32)
     gates = jax.lax.top_k(jax.nn.softmax(logits), k)[0].astype(x.dtype)
 
+    product = _float8_product_of_experts if of.in_float8 else _product_of_experts
+    if experts.once_per_host:
+        return _experts_by_host(experts, x, gates, weights, product)
     rows = jnp.broadcast_to(x[:, :, None], (b, s, k, h)).reshape(b, parts, n, s * k // (n * parts), h)
     rows = _dealt(of, experts, _dealt(of, experts, rows, inside=False), inside=True)
-    product = _float8_product_of_experts if of.in_float8 else _product_of_experts
     wide = _activated(product(rows, weights["up"]), product(rows, weights["gate"]))
     out = _dealt(of, experts, _dealt(of, experts, product(wide, weights["down"]), inside=True), inside=False)
     return jnp.einsum("bskh,bsk->bsh", out.reshape(b, s, k, h), gates)
+
+
+def _experts_by_host(experts: Experts, x: jax.Array, gates: jax.Array, weights: Any, product: Any) -> jax.Array:
+    """[b s h] -> [b s h]. Examples are b = g p q for hosts p and devices q, experts of a token k = p (k / p)."""
+    (hosts, devices), (b, s, h), (n, k) = experts.mesh, x.shape, (experts.n, experts.per_token)
+    mesh = AbstractMesh(experts.mesh, ("examples", "operators"))
+
+    def moved(y: jax.Array, *partitions: PartitionSpec) -> jax.Array:
+        for partition in partitions:
+            y = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, partition))
+        return y
+
+    at_tokens = PartitionSpec(None, "examples", "operators")
+    at_hosts = PartitionSpec(None, None, "operators", "examples")
+    at_experts = PartitionSpec(None, None, None, ("examples", "operators"))
+    split = (b // (hosts * devices), hosts, devices)
+    tokens = jnp.broadcast_to(x.reshape(*split, 1, s, h), (*split, hosts, s, h))
+    tokens = moved(tokens, at_tokens, at_hosts)
+    rows = jnp.broadcast_to(tokens[:, :, :, :, None], (*split, hosts, k // hosts, s, h))
+    rows = moved(rows.reshape(*split, n, s * k // n, h), at_hosts, at_experts).reshape(b, 1, n, s * k // n, h)
+    wide = _activated(product(rows, weights["up"]), product(rows, weights["gate"]))
+    out = product(wide, weights["down"]).reshape(*split, n, s * k // n, h)
+    out = moved(out, at_experts, at_hosts).reshape(*split, hosts, k // hosts, s, h)
+    gates = jnp.moveaxis(gates.reshape(*split, s, hosts, k // hosts), 3, 5)
+    of_hosts = jnp.sum(moved(out, at_hosts) * moved(gates, at_tokens, at_hosts)[..., None], axis=4)
+    return jnp.sum(moved(of_hosts, at_hosts, at_tokens), axis=3).reshape(b, s, h)
 
 
 def _dealt(of: Decoder, experts: Experts, rows: jax.Array, *, inside: bool) -> jax.Array:

@@ -3,7 +3,8 @@
 All seconds are linear in a few numbers (`_Rates`), except `max` and `min` of the formulas of plans. `parts_of` measures
 the coefficients once, and `total_s` evaluates them:
 
-    pass     = compute + collectives - sum over loops of min(hidable collectives, overlap * compute of the loop)
+    pass     = compute + collectives
+               - sum over loops of min((1 - contention) * hidable collectives, overlap * compute of the loop)
     step     = the closed formula of a pipeline, as in `inter/build_plan.py`
 """
 
@@ -45,6 +46,7 @@ from minialpa.tracing.trace import TracedStep
 #: three mesh axes. Coefficients of all seconds, in this order.
 Coefficients = NDArray[np.float64]
 _N_KERNELS, _N_AXES = 5, 3
+_SUMS = ("all-reduce", "reduce-scatter")
 _SIZE = _N_KERNELS + 2 * _N_AXES
 #: As good as infinite, for the rate of a kernel.
 _FAST = 1e12
@@ -148,7 +150,8 @@ class Timer:
         compute_s = self._of_pieces @ rates
         exposed_s: NDArray[np.float64] = np.zeros(len(self._compute))
         if self._buckets:
-            hidden_s = np.minimum(self._collectives_s, kernels.overlap * (self._work @ rates))
+            hidable_s = (1 - kernels.contention) * self._collectives_s
+            hidden_s = np.minimum(hidable_s, kernels.overlap * (self._work @ rates))
             np.add.at(exposed_s, self._owners, self._collectives_s - hidden_s)
 
         pass_s, update_s, saved_s = [], [], []
@@ -156,7 +159,8 @@ class Timer:
             extra_s = sum(max(0.0, exposed_s[piece] - exposed_s[plain]) for plain, piece in last.items())
             pass_s.append(float(compute_s[passes].sum() + exposed_s[passes].sum()))
             update_s.append(float(compute_s[update] + exposed_s[update] + extra_s))
-            saved_s.append(min(float(exposed_s[update]), float(compute_s[passes].sum())))
+            hidable_update_s = (1 - kernels.contention) * float(exposed_s[update])
+            saved_s.append(min(hidable_update_s, float(compute_s[passes].sum())))
 
         p, n, v = len(pass_s), self._parts.n_micro_batches, self._parts.n_chunks
         full = ((v - 1) * max(n, p) + n) / v
@@ -177,11 +181,17 @@ def _border_s(link: LinkSpec, n_bytes: float) -> float:
 
 
 def parts_of(traced: TracedStep, plan: Plan, *, hides_update: bool, plan_s: float, cast_bytes: float = 1.0) -> Parts:
-    """plan: of one loop over micro-batches, for equal hosts. cast_bytes: see `Trainer`."""
+    """plan: of one loop over micro-batches, for equal hosts. cast_bytes: see `Trainer`.
+
+    hides_update: also, whether only the last passes sum gradients, even where the plan has too little memory for whole
+    accumulators.
+    """
     staged = realise(traced, plan).staged
     assert staged.split.n_loops == 1, staged.split.n_loops
     return Parts(
-        stages=tuple(_stage_parts(staged, plan, number, cast_bytes) for number in range(len(plan.stages))),
+        stages=tuple(
+            _stage_parts(staged, plan, number, cast_bytes, hides_update) for number in range(len(plan.stages))
+        ),
         borders=tuple(_borders(staged, plan)),
         n_micro_batches=plan.n_micro_batches,
         n_chunks=max(len({one.chunk for one in stage.passes}) for stage in plan.stages),
@@ -199,7 +209,7 @@ def _borders(staged: StagedStep, plan: Plan) -> Iterable[tuple[bool, float]]:
         yield inside and hosts[a] == hosts[b], float(n_bytes)
 
 
-def _stage_parts(staged: StagedStep, plan: Plan, number: int, cast_bytes: float) -> StageParts:
+def _stage_parts(staged: StagedStep, plan: Plan, number: int, cast_bytes: float, sums_once: bool) -> StageParts:
     stage = plan.stages[number]
     mesh = plan.cluster.logical_mesh(stage.submesh, stage.logical_shape)
     problem = mesh_equations(staged, number)
@@ -223,9 +233,12 @@ def _stage_parts(staged: StagedStep, plan: Plan, number: int, cast_bytes: float)
             in_update += [each._replace(group=0 if each.can_hide else -1, after=0) for each in one.collectives]
             continue
         work[_N_KERNELS - 1] += adding_s(one.accumulator_bytes, mesh)
-        if one.last is not None:
-            last[len(passes)] = Piece(work, _buckets(one.last, mesh, work, compute))
-        passes.append(Piece(work, _buckets(one.collectives, mesh, work, compute)))
+        # Sums that work can hide are of gradients.
+        each = [c for c in one.collectives if not (sums_once and c.can_hide and c.collective.kind in _SUMS)]
+        in_last = one.last or (one.collectives if len(each) < len(one.collectives) else None)
+        if in_last is not None:
+            last[len(passes)] = Piece(work, _buckets(in_last, mesh, work, compute))
+        passes.append(Piece(work, _buckets(each, mesh, work, compute)))
 
     return StageParts(
         submesh=stage.submesh,

@@ -28,7 +28,9 @@ _MIXTURES = {
     "qwen3-235b-a22b": (64, 4, 128, 151936, 128, 8, 1536),
     "gpt-oss-120b": (64, 8, 64, 201088, 128, 4, 2880),
 }
-
+#: Mixtures whose recipes for H100s send tokens with HybridEP, once to each host (Megatron-Bridge,
+#: scripts/performance/configs/qwen). Others use `alltoall`.
+_ONCE_PER_HOST = ("qwen3-30b-a3b",)
 
 #: Chunks of a stage if a record does not give them: the bubbles are short, and more chunks would send more.
 _MOST_CHUNKS = 8
@@ -201,7 +203,8 @@ def _experts_of(row: Row) -> Experts:
     if ep not in (per_stage, in_host):
         raise NotBuiltError(f"{row['model']}: ep {ep} of {per_stage} devices")
     over = tuple(axes) if ep == per_stage else ("operators",)
-    return Experts(n=n_experts, per_token=per_token, inner=inner, mesh=mesh, over=over)
+    once = row["model"] in _ONCE_PER_HOST and mesh[0] > 1 and tp == 1 and ep == per_stage
+    return Experts(n=n_experts, per_token=per_token, inner=inner, mesh=mesh, over=over, once_per_host=once)
 
 
 def _n_layers(row: Row, vocab: int) -> int:

@@ -78,7 +78,9 @@ _TRAINERS: tuple[tuple[str, Trainer], ...] = (
     # It accumulated gradients in float16 (bigscience, chronicles-prequel.md, "Rebalancing layers").
     (r"Megatron-DeepSpeed", replace(_EARLY, total_bytes=2)),
     (r"GPT-NeoX|Megatron-LM.*20(19|20|21)", _EARLY),
-    (r"Megatron-Bridge|NeMo|Megatron-Core|Megatron-LM", _TRANSFORMER_ENGINE),
+    # Its recipes set `grad_reduce_in_fp32=False` (scripts/performance/configs).
+    (r"Megatron-Bridge|NeMo", replace(_TRANSFORMER_ENGINE, total_bytes=2)),
+    (r"Megatron-Core|Megatron-LM", _TRANSFORMER_ENGINE),
     (r"MaxText|JAX|Paxml|T5X|AXLearn", Trainer(attention="cudnn", recomputes_unread=False)),
     (r"torchtitan", replace(_PYTORCH, elementwise="operators", keeps_every_second=True, fills_pipeline=True)),
     # `attn_impl: triton`, FlashAttention 1 with the bias of ALiBi; float8 of Transformer Engine.

@@ -5,6 +5,7 @@ after the other:
 
     begins(c)  = max(now at its start, end of the collective before)
     exposed(c) = max(0, begins(c) + seconds(c) - now at its done)
+    waits(c)   = max(exposed(c), contention * seconds(c)), since collectives take a part of the rate of kernels
 
 An all-gather of 3 ms that starts before two kernels of 1 ms, and ends after them, is exposed for 1 ms.
 
@@ -59,7 +60,7 @@ class ExposedCollective:
 class DeviceTimeline:
     """The times of a program on a device.
 
-    total_s: seconds of all kernels and of the exposed parts of collectives.
+    total_s: seconds of all kernels and waits.
     exposed: all collectives, in the order of their ends.
     """
 
@@ -120,11 +121,11 @@ class _Clock:
         self.host_free[to_host] = max(self.now, self.host_free[to_host]) + seconds
         self.started[name] = (self.host_free[to_host], self.kernels_s)
 
-    def wait(self, name: str, seconds: float) -> tuple[float, bool]:
+    def wait(self, name: str, seconds: float, contention: float = 0.0) -> tuple[float, bool]:
         """Exposed seconds of the collective, and whether kernels ran beside it."""
         ends, kernels_s = self.started.pop(name)
         exposed_s = max(0.0, ends - self.now)
-        self.now += exposed_s
+        self.now += max(exposed_s, contention * seconds if contention else 0.0)
         return min(exposed_s, seconds), self.kernels_s > kernels_s
 
 
@@ -161,7 +162,9 @@ class _ModuleWalk:
     def _wait(self, clock: _Clock, name: str, pending: dict[str, HloCollective]) -> None:
         one = pending.pop(name)
         seconds = self._seconds_of(one)
-        self._exposed.append(ExposedCollective(one, seconds, *clock.wait(name, seconds)))
+        device = self._kernels.device
+        contention = 0.0 if device is None else device.contention
+        self._exposed.append(ExposedCollective(one, seconds, *clock.wait(name, seconds, contention)))
 
     def _start_copy(self, clock: _Clock, instruction: Instruction) -> None:
         target, *_ = split_tuple(instruction.shape)

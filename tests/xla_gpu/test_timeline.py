@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from minialpa.attention.cudnn import KERNEL_SCOPE
@@ -56,6 +58,16 @@ def test_a_collective_is_exposed_for_what_no_kernel_hides(beside_us: float, expo
     assert found.total_s == pytest.approx((beside_us + exposed_us + 1) * 1e-6)
     assert found.exposed_bytes == pytest.approx(64 * exposed_us / 3)
     assert found.hidden_bytes == pytest.approx(64 - found.exposed_bytes)
+
+
+@pytest.mark.parametrize(("beside_us", "waits_us"), [(1.0, 2.0), (2.5, 0.75), (5.0, 0.75)])
+def test_a_collective_takes_a_part_of_the_rate_of_the_kernels_beside_it(beside_us: float, waits_us: float) -> None:
+    device = ClusterSpec.preset("h100").device
+    assert device.kernels is not None
+    rates = dataclasses.replace(device.kernels, contention=0.25)
+    slowed = dataclasses.replace(device, kernels=rates, memory_bandwidth=1.0)  # keeps the estimates of kernels
+    found = timeline(_program(_START, _kernel("a", "x", beside_us), _DONE), _three_us, slowed)
+    assert found.total_s - found.kernels_s == pytest.approx(waits_us * 1e-6)
 
 
 def test_collectives_wait_for_each_other() -> None:

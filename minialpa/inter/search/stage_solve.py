@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import Var
 
+from minialpa.cluster import LogicalMesh
 from minialpa.cost import is_gpu
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_cost import problem_key
@@ -46,8 +47,8 @@ from minialpa.support.sizes import bytes_text
 _MOST_SOLVER_BYTES = 2**29
 #: Most solves of a stage with other prices of starts; fewer in short memory, where a solve takes longer.
 _MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
-#: Prices of collectives that work can hide, as fractions of their seconds: if work hides all (not 0, to prefer
-#: solutions with less to hide), and if it hides a part.
+#: Prices of collectives that work can hide, as fractions of their seconds: if work hides all, at least this (not 0, to
+#: prefer solutions with less to hide), and if it hides a part.
 _HIDDEN_PRICE, _PARTLY_HIDDEN_PRICES = 0.02, (0.3, 0.1, 0.02)
 #: A solve has to gain more than this fraction of a step.
 _LITTLE = 1e-3
@@ -269,7 +270,7 @@ class StageSolver:
         def make() -> Stage:
             view = request.view
             # On GPUs, work can hide collectives.
-            price = _HIDDEN_PRICE if is_gpu(view.mesh.device) else 1.0
+            price = _least_price(view.mesh) if is_gpu(view.mesh.device) else 1.0
             return Stage(
                 staged=request.staged,
                 mesh=request.mesh,
@@ -311,14 +312,20 @@ def _bound_s(stage: Stage, priced_s: float) -> float:
     """Lower bound on the seconds t of one step with any shardings. priced_s: of their cost at the prices of the solver.
 
     Let a be the seconds of work and exposed collectives, and h of collectives that work can hide, whose price is p =
-    `hidden_price`. Work hides at most the fraction `overlap` of its seconds: t >= a and (1 + overlap) * t >= a + h. So
-    the cost a + p * h = (1 - p) * a + p * (a + h) is at most (1 + p * overlap) * t.
+    `hidden_price`, at least the `contention` c. Work hides at most the fraction `overlap` of its seconds:
+    t >= a + c * h and (1 + overlap) * t >= a + h. With q = (p - c) / (1 - c), the cost a + p * h =
+    (1 - q) * (a + c * h) + q * (a + h) is at most (1 + q * overlap) * t.
     """
-    mesh = stage.view.mesh
-    if stage.solver.hidden_price < 1:
-        overlap = mesh.device.overlap if mesh.device is not None else 1.0
-        priced_s /= 1 + stage.solver.hidden_price * overlap
+    mesh, price = stage.view.mesh, stage.solver.hidden_price
+    if price < 1:
+        overlap, c = (1.0, 0.0) if mesh.device is None else (mesh.device.overlap, mesh.device.contention)
+        priced_s /= 1 + (price - c) / (1 - c) * overlap
     return max(priced_s, stage.solver.builder.least_compute_s)
+
+
+def _least_price(mesh: LogicalMesh) -> float:
+    """Of collectives that work can hide, as a part of their seconds."""
+    return max(_HIDDEN_PRICE, 0.0 if mesh.device is None else mesh.device.contention)
 
 
 def _cheapest_solution(stage: Stage, limits: SolveLimits) -> tuple[SolvedStage, float]:
@@ -352,7 +359,8 @@ def _cheapest_solution(stage: Stage, limits: SolveLimits) -> tuple[SolvedStage, 
         full = at_full_prices()
         found.append(_or_repriced(full, limits, solve_in_memory(full, retry), least_s))
         counts = _start_counts(stage, found[-1])
-        for price in _PARTLY_HIDDEN_PRICES:
+        least = _least_price(stage.view.mesh)
+        for price in dict.fromkeys(max(price, least) for price in _PARTLY_HIDDEN_PRICES):
             priced = replace(stage, solver=_solver(stage, limits, counts, price))
             found.append(solve_in_memory(priced, retry))
     return min(found, key=lambda solved: seconds_of(stage, solved)), least_s

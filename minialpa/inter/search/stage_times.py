@@ -1,6 +1,6 @@
 """The solved tasks of a mesh and their collectives in, the seconds of each pass and of the update out.
 
-    seconds of a task = compute + exposed collectives + max(0, hidable collectives - overlap * compute) + exposed copies
+    seconds of a task = compute + exposed copies + collectives - min((1 - contention) * hidable, overlap * compute)
 
 Copies between device and host memory run beside compute, one after the other in each direction. They are exposed while
 a reader, a barrier or the end of the task waits.
@@ -158,7 +158,7 @@ def _work_s(
 def _communication_s(
     collectives: Sequence[Communication], mesh: LogicalMesh, total_s: float, compute_s: Mapping[JaxprEqn, float] | None
 ) -> tuple[float, float]:
-    """(Seconds of collectives that devices wait for, seconds that work hides).
+    """(Seconds that collectives add, seconds that work hides).
 
     total_s: of the work. compute_s: by equation; `None` if work hides no collectives.
     """
@@ -167,8 +167,10 @@ def _communication_s(
     for one, can_hide in starts_of(collectives, mesh, hides=compute_s is not None):
         seconds[one.loop, can_hide] += one.times * one.collective.seconds(mesh)
 
-    overlap = mesh.device.overlap if mesh.device is not None else 1.0
-    hidden_s = sum(min(s, overlap * work_s[loop]) for (loop, is_hidden), s in seconds.items() if is_hidden)
+    overlap, contention = (1.0, 0.0) if mesh.device is None else (mesh.device.overlap, mesh.device.contention)
+    hidden_s = sum(
+        min((1 - contention) * s, overlap * work_s[loop]) for (loop, is_hidden), s in seconds.items() if is_hidden
+    )
     return sum(seconds.values()) - hidden_s, hidden_s
 
 

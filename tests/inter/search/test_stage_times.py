@@ -24,7 +24,7 @@ def _gather(n_bytes: float, *, after: int) -> Communication:
 
 
 def test_a_gradient_that_is_summed_with_the_last_one_is_not_hidden_nor_what_waits_for_it() -> None:
-    assert is_gpu(MESH.device)
+    assert MESH.device is not None and is_gpu(MESH.device)
     small, large = GPU_COMBINED_BYTES / 4, GPU_COMBINED_BYTES * 3 / 4
     together = [_sum(small, can_hide=True), _sum(small, can_hide=False), _gather(small, after=0)]
     exposed_s, hidden_s = _communication_s(together, MESH, WORK_S, {})
@@ -33,4 +33,16 @@ def test_a_gradient_that_is_summed_with_the_last_one_is_not_hidden_nor_what_wait
 
     apart = [_sum(large, can_hide=True), _sum(large, can_hide=False), _gather(small, after=0), _gather(small, after=1)]
     first, last, hidden, waiting = (one.collective.seconds(MESH) for one in apart)
-    assert _communication_s(apart, MESH, WORK_S, {}) == pytest.approx((last + waiting, first + hidden))
+    slowed = MESH.device.contention * (first + hidden)  # the work beside them
+    expected = last + waiting + slowed, first + hidden - slowed
+    assert _communication_s(apart, MESH, WORK_S, {}) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("work_s", [0.0, 1e-4, 1.0])
+def test_collectives_beside_work_slow_it_or_outlast_it(work_s: float) -> None:
+    assert MESH.device is not None
+    one = _sum(GPU_COMBINED_BYTES / 2, can_hide=True)
+    seconds, contention = one.collective.seconds(MESH), MESH.device.contention
+    exposed_s, hidden_s = _communication_s([one], MESH, work_s, {})
+    assert exposed_s == pytest.approx(max(contention * seconds, seconds - work_s))
+    assert exposed_s + hidden_s == pytest.approx(seconds)
