@@ -136,7 +136,7 @@ def add_keys(
     (query, *query_at), (key, value, *key_at) = queries, keys
     problem = _problem(query, key, value, _others(query_at, key_at, kind), kind)
     maximum, total, mixed = (problem.rows.pad(jnp.moveaxis(x, 1, 3), 3) for x in sums)
-    state = _walk(replace(problem, value_scale=shrink_for(n_keys)), (maximum, total, mixed))
+    state = _walk(replace(problem, value_scale=shrink_for(n_keys), is_part=True), (maximum, total, mixed))
     maximum, total, mixed = (jnp.moveaxis(problem.rows.unpad(x, 3), 3, 1) for x in state)
     return maximum, total, mixed
 
@@ -177,7 +177,7 @@ def gradients_of_keys(queries: Sequence[jax.Array], keys: Sequence[jax.Array], *
     queries: query, out, logsumexp, factor [b t g r], out_bar, positions, segments; p = exp(score - logsumexp) factor.
     """
     (query, out, logsumexp, factor, out_bar, *query_at), (key, value, *key_at) = queries, keys
-    problem = _problem(query, key, value, _others(query_at, key_at, kind), kind)
+    problem = replace(_problem(query, key, value, _others(query_at, key_at, kind), kind), is_part=True)
     return tuple(_gradients(problem, _rows_of_gradient(problem, out, logsumexp, out_bar, factor), ()))
 
 
@@ -269,6 +269,7 @@ class _BlockedArrays:
         segments: pairs of [b g r t 1] and [b g r 1 s], each dimension of which may have length 1.
         biases: [b g r t s], each dimension of which may have length 1; in their own dtypes.
         masks: the same, of bools.
+        is_part: whether there are other queries or keys.
     """
 
     kind: AttentionKind
@@ -283,6 +284,7 @@ class _BlockedArrays:
     biases: Sequence[jax.Array]
     masks: Sequence[jax.Array]
     value_scale: jax.Array | float | None = None
+    is_part: bool = False
 
     def queries(self, i: Any) -> jax.Array:
         return self.rows.cut(self.query, i, 3).astype(self.dtype)
@@ -355,7 +357,8 @@ class _BlockedArrays:
 
     def some_seen(self, i: Any, j: Any) -> jax.Array | None:
         """False only if block j of keys is hidden from block i of queries by window or segments; None if unknown."""
-        if not (self.positions or self.segments) or self.rows.n_blocks * self.columns.n_blocks == 1:
+        is_alone = self.rows.n_blocks * self.columns.n_blocks == 1 and not self.is_part
+        if is_alone or not (self.positions or self.segments):
             return None
         bounds = []
         if self.positions:

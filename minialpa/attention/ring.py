@@ -2,10 +2,10 @@
 
 Device i of n has block i of the queries and of the keys. In step k, it adds block i - k (modulo n) of the keys and
 values to the sums of its queries, and sends the block to device i + 1 meanwhile. In the gradient, the cotangents of
-keys and values travel with them. There the halves a and b of a block travel half a step apart, so that sums need one
-buffer:
+keys and values travel with them, in m pieces of the block. One piece is on its way, and the next ones wait in m - 1
+slots, in turns of both halves of the block:
 
-    send b, add to a;  send a, add to b;  ...  until all are back on their device
+    send the last piece, add to the piece in slot t mod (m - 1), and put there what arrives
 
 In a balanced ring, device i has slices i and 2n - 1 - i of 2n slices, of queries and of keys. A causal mask then hides
 half of each step but the first from each device.
@@ -32,8 +32,8 @@ from minialpa.attention.kind import AttentionKind
 
 #: Most positions of a call of cuDNN. Temporary arrays have this length.
 MOST_SIDE = 8192
-#: Most positions that are copied in the dtype of the sums.
-PLAIN_SIDE = 1024
+#: Most queries and keys of a pair of blocks in plain jax. With cuDNN, programs have memory for such pairs, too.
+PLAIN_SIDES = 512, 256
 
 #: Arrays [b t ...] or [1 t] with one entry for each position.
 Arrays = Any
@@ -53,8 +53,8 @@ class Ring:
     n: int
     is_balanced: bool = False
 
-    def send(self, arrays: Arrays, *, back: bool = False) -> Arrays:
-        ring = [(i, (i + 1 - 2 * back) % self.n) for i in range(self.n)]
+    def send(self, arrays: Arrays) -> Arrays:
+        ring = [(i, (i + 1) % self.n) for i in range(self.n)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.names, ring), arrays)
 
     def block(self, x: jax.Array, k: Any) -> jax.Array:
@@ -73,11 +73,12 @@ def attend(ring: Ring, *operands: jax.Array, kind: AttentionKind) -> list[jax.Ar
     n_keys = key.shape[1] * ring.n
     query_at, key_at = _of_positions(others, kind, query.shape[1], n_keys)
     layout = _Layout.of(key, value)
-    plain = _over_pairs(PLAIN_SIDE, functools.partial(_add_keys, kind, n_keys))
-    add = _added(query.shape[1], layout, plain, functools.partial(cudnn.add_keys, kind=kind, n_keys=n_keys))
+    plain = _over_pairs(PLAIN_SIDES, functools.partial(_add_keys, kind, n_keys))
+    kernel = functools.partial(cudnn.add_keys, kind=kind, n_keys=n_keys)
+    add = _added(_side(query.shape[1], 8), plain, kernel, layout)
 
     def of_block(block: Arrays, sums: Any, k: Any) -> Any:
-        return add((query, *query_at), [ring.block(x, k) for x in key_at], (sums, block))[0]
+        return add((query, *query_at), (block, *(ring.block(x, k) for x in key_at)), (sums, ()))[0]
 
     def step(k: Any, carry: Any) -> Any:
         block, sums = carry
@@ -87,7 +88,8 @@ def attend(ring: Ring, *operands: jax.Array, kind: AttentionKind) -> list[jax.Ar
     start = (layout.pack((key, value)), blockwise.first_sums(query, key, value))
     block, sums = blockwise.loop(ring.n - 1, step, start)
     out, logsumexp = blockwise.results_of(of_block(block, sums, np.int32(ring.n - 1)), n_keys)
-    return [out.astype(value.dtype), logsumexp]
+    # Without a barrier, readers of `out` keep the sums.
+    return list(lax.optimization_barrier((out.astype(value.dtype), logsumexp)))
 
 
 def differentiate(
@@ -95,40 +97,63 @@ def differentiate(
 ) -> list[jax.Array]:
     assert not with_bias_gradient, with_bias_gradient
     query, key, value, out, logsumexp, out_bar, *others = operands
-    # As in `blockwise.differentiate`.
-    flat = out.reshape(*out.shape[:2], math.prod(out.shape[2:]))
-    query, key, value, flat, *rest = lax.optimization_barrier((query, key, value, flat, logsumexp, out_bar))
-    out, (logsumexp, out_bar) = flat.reshape(out.shape), rest
+    key, value, logsumexp = lax.optimization_barrier((key, value, logsumexp))
     n_keys = key.shape[1] * ring.n
     query_at, key_at = _of_positions(others, kind, query.shape[1], n_keys)
     logsumexp, factor = _statistics(logsumexp, query_at, key_at, kind)
-    queries = (query, out, logsumexp, factor, out_bar, *query_at)
 
+    side, wide = _side(query.shape[1], 16), blockwise.dtype_of_sums(query, key, value)
+    pieces = pieces_of(query.shape[1], key.shape[1])
+    slots = blockwise.Axis(length=key.shape[1] - pieces.block, n_blocks=pieces.n_blocks - 1, block=pieces.block)
     zeros = [jnp.zeros(x.shape, dtype) for x, dtype in zip((key, value), dtypes[1:], strict=True)]
-    layout, of_keys, of_bars = _Layout.of(key, value, *zeros), _Layout.of(key, value), _Layout.of(*zeros)
-    plain = _over_pairs(PLAIN_SIDE, functools.partial(_add_gradients, kind))
-    add = _added(query.shape[1], layout, plain, functools.partial(cudnn.add_gradients, kind=kind, n_keys=n_keys))
+    layout, of_bars = _Layout.of(key, value, *zeros), _Layout.of(*zeros)
+    plain = _over_pairs(PLAIN_SIDES, functools.partial(_add_gradients, kind))
+    kernel = functools.partial(cudnn.add_gradients, kind=kind, n_keys=n_keys)
+    add = _added(side, plain, kernel)
 
-    def half(arrays: Arrays, which: int) -> Arrays:
-        return jax.tree.map(lambda x: jnp.split(x, 2, axis=1)[which], arrays)
+    def step(t: Any, carry: Any) -> Any:
+        waiting, done, query_bar = carry
+        i, slot = t % pieces.n_blocks, t % slots.n_blocks
+        # At first, no piece is done.
+        arrived = jax.tree.map(lambda x, y: jnp.where(t == 0, x, y), done, ring.send(done))
+        key, value, *bars = _cut(slots, waiting, slot)
+        at = [_cut(pieces, _in_pieces(ring.block(x, t // pieces.n_blocks), pieces), i) for x in key_at]
+        sums = tuple(x.astype(np.promote_types(x.dtype, wide)) for x in bars)
+        query_bar, sums = add(queries, (key, value, *at), (query_bar, sums))
+        # Otherwise, `waiting` and `done` are copied.
+        arrived, key, value, sums = lax.optimization_barrier((arrived, key, value, sums))
+        rounded = [x.astype(dtype) for x, dtype in zip(sums, dtypes[1:], strict=True)]
+        return _put(slots, waiting, layout.unpack(arrived), slot), layout.pack((key, value, *rounded)), query_bar
 
-    def step(k: Any, carry: Any) -> Any:
-        a, b, query_bar = carry
-        at = [ring.block(x, k) for x in key_at]
-        b = ring.send(b)
-        query_bar, a = add(queries, half(at, 0), (query_bar, a))
-        sent = ring.send(a)
-        query_bar, b = add(queries, half(at, 1), (query_bar, b))
-        return sent, b, query_bar
-
-    # The first step sends b, too.
-    before = of_keys.unpack(ring.send(of_keys.pack(half((key, value), 1)), back=True))
-    start = (layout.pack(half((key, value, *zeros), 0)), layout.pack((*before, *half(zeros, 1))))
-    query_zeros = (jnp.zeros(query.shape, blockwise.first_sums(query, key, value)[0].dtype),)
-    a, b, (query_bar,) = blockwise.loop(ring.n, step, (*start, query_zeros))
-    last = of_bars.unpack(ring.send(of_bars.pack(layout.unpack(b)[2:])))
-    bars = [jnp.concatenate(halves, axis=1) for halves in zip(layout.unpack(a)[2:], last, strict=True)]
+    parts = [_in_pieces(x, pieces) for x in (key, value, *zeros)]
+    waiting, done = [x[:, : slots.length] for x in parts], layout.pack([x[:, slots.length :] for x in parts])
+    # As in `blockwise.differentiate`.
+    zero = jnp.zeros((), wide)
+    waiting, done, query, out, out_bar, zero = lax.optimization_barrier((waiting, done, query, out, out_bar, zero))
+    queries = (query, out, logsumexp, factor, out_bar, *query_at)
+    start = (waiting, done, (jnp.broadcast_to(zero, query.shape),))
+    waiting, done, (query_bar,) = blockwise.loop(ring.n * pieces.n_blocks, step, start)
+    last = of_bars.unpack(ring.send(of_bars.pack(layout.unpack(done)[2:])))
+    ends = zip(waiting[2:], last, strict=True)
+    bars = [_in_order(jnp.concatenate([jnp.roll(x, -ring.n * pieces.block, 1), y], axis=1), pieces) for x, y in ends]
     return [query_bar.astype(dtypes[0]), *bars]
+
+
+def pieces_of(n_queries: int, n_keys: int) -> blockwise.Axis:
+    """Of the keys of a device: equally many from each half."""
+    half = blockwise.pieces(n_keys // 2, _side(n_queries, 16))
+    return blockwise.Axis(length=n_keys, n_blocks=2 * half.n_blocks, block=half.block)
+
+
+def _in_pieces(x: jax.Array, pieces: blockwise.Axis) -> jax.Array:
+    """Pieces of the first and second half in turns."""
+    shape = (x.shape[0], 2, pieces.n_blocks // 2, pieces.block, *x.shape[2:])
+    return x.reshape(shape).swapaxes(1, 2).reshape(x.shape)
+
+
+def _in_order(x: jax.Array, pieces: blockwise.Axis) -> jax.Array:
+    shape = (x.shape[0], pieces.n_blocks // 2, 2, pieces.block, *x.shape[2:])
+    return x.reshape(shape).swapaxes(1, 2).reshape(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +210,7 @@ def _statistics(
     if not key_at or kind.masked_score == -math.inf:
         return logsumexp, ones
     n_keys = key_at[0].shape[1]
-    columns = blockwise.pieces(n_keys, PLAIN_SIDE)
+    columns = blockwise.pieces(n_keys, PLAIN_SIDES[1])
 
     def column(j: Any, sees: jax.Array) -> jax.Array:
         visible = _visible(query_at, _cut(columns, key_at, j), kind)
@@ -208,14 +233,18 @@ def _visible(query_at: Sequence[jax.Array], key_at: Sequence[jax.Array], kind: A
     return functools.reduce(jnp.logical_and, conditions)
 
 
-def _added(n_queries: int, layout: _Layout, plain: Add, with_kernel: Callable[..., Any]) -> Add:
-    side = min(n_queries // 2, max(MOST_SIDE // 4, n_queries // 8), MOST_SIDE)
+def _side(n_queries: int, n_parts: int) -> int:
+    """Positions of a call of cuDNN, which are at most half of the queries."""
+    return max(1, min(n_queries // 2, max(MOST_SIDE // 4, n_queries // n_parts), MOST_SIDE))
+
+
+def _added(side: int, plain: Add, with_kernel: Callable[..., Any], layout: _Layout | None = None) -> Add:
     on_gpus, on_others = (
-        _over_pairs(side, add, layout) for add in (functools.partial(with_kernel, plain=plain), plain)
+        _over_pairs((side, side), add, layout) for add in (functools.partial(with_kernel, plain=plain), plain)
     )
 
-    def add(queries: Arrays, key_at: Arrays, sums: Any) -> Any:
-        return lax.platform_dependent(queries, key_at, sums, cuda=on_gpus, default=on_others)
+    def add(queries: Arrays, keys: Arrays, sums: Any) -> Any:
+        return lax.platform_dependent(queries, keys, sums, cuda=on_gpus, default=on_others)
 
     return add
 
@@ -229,35 +258,29 @@ def _add_gradients(kind: AttentionKind, queries: Arrays, keys: Arrays, sums: Any
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, ((query_bar,), tuple(key_bars)))
 
 
-def _over_pairs(side: int, add: Add, layout: _Layout | None = None) -> Add:
-    """`add` for pieces of at most `side` positions.
+def _over_pairs(sides: tuple[int, int], add: Add, layout: _Layout | None = None) -> Add:
+    """`add` for pieces of at most as many queries and keys as `sides`.
 
-    layout: of key, value and their sums, which are the packed sums for keys. Each step rounds them once.
+    layout: of key and value, which are packed.
     """
 
     def add_all(queries: Arrays, keys: Arrays, sums: Any) -> Any:
-        n_keys = jax.tree.leaves((sums[1], keys))[0].shape[1]
-        rows, columns = blockwise.pieces(queries[0].shape[1], side), blockwise.pieces(n_keys, side)
+        n_keys = jax.tree.leaves(keys)[0].shape[1]
+        rows, columns = blockwise.pieces(queries[0].shape[1], sides[0]), blockwise.pieces(n_keys, sides[1])
 
         def column(j: Any, sums: Any) -> Any:
             of_queries, of_keys = sums
-            piece, start = _cut(columns, keys, j), _cut(columns, of_keys, j)
+            piece = _cut(columns, keys, j)
             if layout is not None:
-                key, value, *bars = layout.unpack(start)
-                piece = key, value, *piece
-                wide = blockwise.dtype_of_sums(queries[0], key, value)
-                start = tuple(x.astype(np.promote_types(x.dtype, wide)) for x in bars)
+                piece = (*layout.unpack(piece[0]), *piece[1:])
 
             def row(i: Any, sums: Any) -> Any:
                 of_queries, of_piece = sums
                 new = add(_cut(rows, queries, i), piece, (_cut(rows, of_queries, i), of_piece))
                 return _put(rows, of_queries, new[0], i), new[1]
 
-            of_queries, end = blockwise.loop(rows.n_blocks, row, (of_queries, start))
-            if layout is not None and end:
-                rounded = [x.astype(dtype) for x, dtype in zip(end, layout.dtypes[2:], strict=True)]
-                end = layout.pack((*piece[:2], *rounded))
-            return of_queries, _put(columns, of_keys, end, j) if end else of_keys
+            of_queries, end = blockwise.loop(rows.n_blocks, row, (of_queries, _cut(columns, of_keys, j)))
+            return of_queries, _put(columns, of_keys, end, j)
 
         return blockwise.loop(columns.n_blocks, column, sums)
 

@@ -282,4 +282,4 @@ def _swap(x: Any, dim: int, names: tuple[str, ...], n: int) -> Any:
     """The first half of this shard, then the second half of the shard of device n - 1 - i."""
     kept, sent = jnp.split(x, 2, axis=dim)
     received = lax.ppermute(sent, names, [(i, n - 1 - i) for i in range(n)])
-    return jnp.concatenate([kept, received], axis=dim)
+    return lax.optimization_barrier(jnp.concatenate([kept, received], axis=dim))

@@ -73,7 +73,7 @@ def timeline_of(
     replaced = {home.get(results[o], results[o]) for _, o in pairs}
 
     start, end = _starts_and_ends(kernels, home)
-    shared = _buffers_taken_over(kernels, start, end, fixed=kept | set(home.values()), sizes=sizes)
+    shared = _buffers_taken_over(kernels, start, end, kept=kept, home=home, sizes=sizes)
     # Before, the buffer has the operand.
     start.update((value, end[operand]) for value, operand in shared.items())
 
@@ -115,25 +115,29 @@ def _buffers_taken_over(
     start: Mapping[int, int],
     end: Mapping[int, int],
     *,
-    fixed: AbstractSet[int],
+    kept: AbstractSet[int],
+    home: Mapping[int, int],
     sizes: Sequence[float],
 ) -> dict[int, int]:
     """Value -> operand whose buffer the value takes over: read by the kernel for the last time, and of equal size.
 
-    fixed: values whose buffers hold results, have views or are changed in place.
+    Only results of loops take over buffers that are changed in place.
+
+    kept: values whose buffers hold results.
     """
     shared: dict[int, int] = {}
     taken: set[int] = set()
     changed = {kernel.alias for kernel in kernels if kernel.in_place}
+    fixed = kept | {home.get(v, v) for v in changed if v is not None}
 
     for time, kernel in enumerate(kernels):
-        pairs = list(kernel.carries)
-        if len(kernel.writes) == 1:
-            pairs += [(kernel.writes[0], operand) for operand in kernel.shares]
-        for result, operand in pairs:
+        pairs = [(result, operand, kept) for result, operand in kernel.carries]
+        pairs += [(result, operand, fixed) for result in kernel.writes for operand in kernel.shares]
+        for result, view, unavailable in pairs:
+            operand = home.get(view, view)
             if result in shared or result not in start or result in changed or operand in taken:
                 continue
-            is_free = operand in start and operand not in fixed and end[operand] == time + 1
+            is_free = operand in start and operand not in unavailable and end[operand] == time + 1
             if is_free and sizes[operand] == sizes[result]:
                 shared[result] = operand
                 taken.add(operand)

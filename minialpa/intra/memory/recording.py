@@ -157,6 +157,13 @@ def _add_equations(
         reads = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in eqn.invars]
         if eqn.primitive in _FUNCTIONS:
             made = _add_function(eqn, eqn.params, recorder, reads, compiler)
+        elif eqn.params.get("branches_platforms"):
+            # The last is for all other platforms. The planner does not know which kernels the devices have.
+            (*_, branch) = sub_jaxprs(eqn)
+            flat = flatten_calls(branch, [None] * len(branch.constvars))
+            env.update(zip(flat.invars, reads[1:], strict=True))
+            _add_equations(flat.eqns, env, recorder, compiler, buffers_of)
+            made = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in flat.outvars]
         else:
             is_loop = eqn.primitive.name in _LOOPS and bool(sub_jaxprs(eqn))
             scratch = buffers_of(_bodies(eqn.params), compiler) if is_loop else ()

@@ -1,7 +1,7 @@
 """An attention whose devices pass keys and values around a ring (`attention/ring.py`) in; its collectives out.
 
-Of n devices, each sends keys and values n - 1 times. In the gradient, it sends two halves n times, with cotangents, and
-once more a half of the keys and values, and of the cotangents. Arrays of one dtype are sent together.
+Of n devices, each sends keys and values n - 1 times. In the gradient, it sends them n times in pieces, with cotangents,
+and once more the cotangents of a piece. Arrays of one dtype are sent together.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.attention.ring import pieces_of
 from minialpa.cost import Collective
-from minialpa.ir.equations import Atom, bytes_of, dtype_name
+from minialpa.ir.equations import Atom, bytes_of, dtype_name, shape_of
 from minialpa.rules.factors import Factors
 from minialpa.sharding import Spec
 
@@ -33,7 +34,11 @@ def passes_of(
     is_gradient = eqn.primitive.name == "minialpa_attention_gradient"
     n_shards = operands[1].n_shards(mesh_shape)
     keys, bars = eqn.invars[1:3], eqn.outvars[1:3]
-    sent = [((*keys, *bars), 2, 2 * n), (keys, 2, 1), (bars, 2, 1)] if is_gradient else [(keys, 1, n - 1)]
+    sent: list[tuple[Sequence[Atom], int, int]] = [(keys, 1, n - 1)]
+    if is_gradient:
+        queries = operands[0].shard_shape(shape_of(eqn.invars[0]), mesh_shape)
+        n_pieces = pieces_of(queries[1], shape_of(keys[0])[1] // n).n_blocks
+        sent = [([*keys, *bars], n_pieces, n * n_pieces), (bars, n_pieces, 1)]
     for atoms, n_parts, times in sent:
         for dtype in dict.fromkeys(map(dtype_name, atoms)):
             together = [atom for atom in atoms if dtype_name(atom) == dtype]

@@ -1,4 +1,4 @@
-"""Rules of XLA on hand-written kernels and operations: work beside collectives, and epilogues."""
+"""Rules of XLA on hand-written kernels and operations: work beside collectives, siblings, and epilogues."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from minialpa.intra.memory.xla.fusion import Graph, fused
 from minialpa.intra.memory.xla.gpu_overlap import overlapped
 from minialpa.intra.memory.xla.operations import Operation
 from minialpa.intra.memory.xla.rewrites import with_epilogues
+from minialpa.intra.memory.xla.siblings import with_siblings
 
 
 def _kernel(reads: tuple[int, ...], *writes: int, shares: tuple[int, ...] = ()) -> Kernel:
@@ -70,6 +71,23 @@ def test_what_waits_for_collectives_comes_last_and_small_work_hides_none() -> No
     assert _written(found) == [(2,), (4,), (5,), (), (3,)]
     found = overlapped([small, gather, reader, product], sizes, {2}, {3, 4, 5})
     assert _written(found) == [(2,), (5,), (), (4,), (3,)]
+
+
+# ---- siblings -----------------------------------------------------------------------------------------------------
+
+
+def test_loops_that_alone_read_a_stored_loop_are_one_kernel_in_its_place() -> None:
+    """y = 0 -> tanh 1; gelu 2 and, with g = 3, gradient 4. The product 5 reads gelu."""
+    tanh, gelu = _kernel((0,), 1, shares=(0,)), _kernel((0, 1), 2, shares=(0, 1))
+    rest = [_kernel((2,), 5), _kernel((9,), 3), _kernel((0, 1, 3), 4, shares=(0, 1, 3)), _kernel((4,), 6)]
+    found = with_siblings([tanh, gelu, *rest], {1, 2, 4}, {5, 6}, [(8,)] * 10)
+    assert _written(found) == [(3,), (2, 4), (5,), (6,)]
+    assert found[1].reads == (0, 3) and found[1].shares == (0, 3)
+
+
+def test_loops_of_which_one_depends_on_the_other_stay_apart() -> None:
+    kernels = [_kernel((0,), 1), _kernel((1,), 2), _kernel((2,), 3), _kernel((1, 3), 4)]
+    assert with_siblings(kernels, {1, 2, 4}, {4}, [(8,)] * 5) == kernels
 
 
 # ---- products ----------------------------------------------------------------------------

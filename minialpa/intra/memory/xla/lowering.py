@@ -47,7 +47,7 @@ _LOOPS = (
     | _names("concatenate dynamic_slice dynamic_update_slice gather minialpa_rotate pad rev slice split")
 )
 #: Work for an element, as the bytes that a GPU moves in that time; other work is negligible.
-_WORK_BYTES = dict.fromkeys(_EXPENSIVE_ELEMENTWISE, 10.0) | dict.fromkeys(
+_WORK_BYTES = dict.fromkeys(_EXPENSIVE_ELEMENTWISE, 8.0) | dict.fromkeys(
     ("div", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "rem", "rsqrt", "sqrt"), 2.0
 )
 

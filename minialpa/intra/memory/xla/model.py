@@ -4,6 +4,7 @@
 1. Sums with scatters become scatters.                         -> rewrites.absorb
 2. Collectives are combined.                                   -> rewrites.combine
 3. Operations are fused into kernels.                          -> fusion.fused, for GPUs after rewrites.with_epilogues
+                                                                  and before siblings
 4. Kernels are ordered.                                        -> order, gpu_overlap
 
 Each rule improves predictions for GPUs. CPUs are devices for tests, with the same fusion.
@@ -22,6 +23,7 @@ from minialpa.intra.memory.xla.lowering import add_equation, add_step
 from minialpa.intra.memory.xla.operations import Operation, Recorder
 from minialpa.intra.memory.xla.order import order_on_cpu, order_on_gpu
 from minialpa.intra.memory.xla.rewrites import absorb, combine, with_epilogues
+from minialpa.intra.memory.xla.siblings import with_siblings
 
 #: The schedule of GPU programs depends on times that are not modelled. This reserve covers most programs that need more
 #: than predicted (`python -m benchmarks.gpu_fidelity`).
@@ -45,7 +47,9 @@ def _kernels_on_cpu(recorder: Recorder, inputs: Sequence[int], results: Sequence
 def _kernels_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
     sizes = recorder.sizes
     operations = with_epilogues(_rewritten_operations(recorder, results), inputs, results, sizes)
-    kernels = fused(Graph(operations, results, sizes))
+    loops = {v for op in operations if op.kind == "loop" and not op.reduces for v in op.writes}
+    shapes = [value.shape for value in recorder.values]
+    kernels = with_siblings(fused(Graph(operations, results, sizes)), loops, set(results), shapes)
     ordered = [kernels[number] for number in order_on_gpu(kernels, results, sizes)]
     work = (
         {v for op in operations if op.kind == "own" and op.in_place is None for v in op.writes}
