@@ -98,6 +98,20 @@ def test_results_without_elements_can_be_read() -> None:
     assert [np.asarray(x).shape for x in jax.tree.leaves(found)] == [(16, 8), (0, 16, 8), (16, 0)]
 
 
+@pytest.mark.parametrize("width", [0, 1])
+def test_data_parallelism_beside_operands_without_elements(width: int) -> None:
+    def step(w: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            first, second, rest = jnp.split(jnp.concatenate([2 * batch[:, :0], batch], 1) @ w, [0, width], 1)
+            return jnp.mean(jnp.square(rest)) + jnp.sum(first) + jnp.sum(jnp.sin(second))
+
+        return minialpa.value_and_grad(loss)(w)
+
+    w, batch = np.ones((8, 8), np.float32), np.linspace(-1, 1, 128, dtype=np.float32).reshape(16, 8)
+    found = minialpa.parallelize(step, method=minialpa.DataParallel(), batch_argnums=(1,), donate_argnums=())(w, batch)
+    assert_allclose(found, step(w, batch), rtol=1e-4, atol=1e-5)
+
+
 def test_micro_batches_without_a_batch() -> None:
     parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=2), batch_argnums=())
     refused(TraceError, "`batch_argnums` is empty", parallel, make_params(), make_batch())

@@ -135,6 +135,17 @@ def test_a_primitive_that_looks_at_types_runs_on_devices_and_in_micro_batches(pl
     assert not _check(_step_of(PLACES[place](_typed)), DataParallel(jax.devices()[:2], 2))
 
 
+@pytest.mark.parametrize("place", ["the step", "a scan", "a branch"])
+def test_functions_that_jax_expands_before_it_compiles_are_split(place: str) -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        below, edges = jnp.interp(x, jnp.linspace(-1.0, 1.0, 5), jnp.arange(5.0) ** 2), jnp.linspace(-1.0, 1.0, 4)
+        places = jnp.searchsorted(edges, x) + jnp.nonzero(edges > 0, size=H)[0][None]
+        return jnp.ldexp(below, jnp.full(x.shape, 2)) + jnp.frexp(x)[0] + places.astype(jnp.float32)
+
+    assert "call_hi_primitive" not in _traced_names(PLACES[place](fun))
+    assert not _check(_step_of(PLACES[place](fun)), DataParallel(jax.devices()[:2], 2))
+
+
 @pytest.mark.parametrize(
     ("fun", "n", "name"),
     [

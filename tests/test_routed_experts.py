@@ -280,6 +280,7 @@ def _counting(equal: Callable[[Any, Any], Any]) -> Layer:
         _of_any_ids,
         _sorted_by(ids_of=lambda ids: ids.astype(jnp.bfloat16).astype(jnp.int32)),
         _sorted_by(ids_of=lambda ids: ids.astype(bool).astype(jnp.int32)),
+        _sorted_by(ids_of=lambda ids: lax.select_n(True, ids, jnp.remainder(ids, EXPERTS))),
     ],
 )
 def test_any_order_and_any_sizes_are_found(layer: Layer) -> None:
@@ -296,6 +297,7 @@ _PLACES = jnp.arange(TOKENS * TOP_K)
         _by_place,
         _sorted_by(lambda order: jnp.maximum(order, _PLACES)),  # equal where a row stays in its place
         _sorted_by(lambda order: 0 * order + _PLACES),
+        _sorted_by(lambda order: jnp.where(order.at[order].set(jnp.full_like(order, 4) + 1) == 0, order, 0)),
         _counting(lambda ids, groups: groups[:, None] == ids[None]),
         _counting(lambda ids, groups: ids[:, None] == ids[None]),
     ],

@@ -117,7 +117,7 @@ class Unrepeated:
                     self.names[result[0]] = self.set[operands[0]][2]
             case "eq" if (equal := self._equal(*operands)) is not None:
                 self.known[result[0]] = equal
-            case "select_n" if operands[0] in self.known:
+            case "select_n" if not is_literal(operands[0]) and operands[0] in self.known:
                 self.names[result[0]] = operands[1 + self.known[operands[0]]]
         return eqn
 
@@ -127,7 +127,7 @@ class Unrepeated:
             return None
         if x is y:
             return True
-        is_zero = x in self.set and filled(y, self.producers) == 0
+        is_zero = not is_literal(x) and x in self.set and filled(y, self.producers) == 0
         return False if is_zero and self._is_after_place(self.set[x][2]) else None
 
     def _is_after_place(self, atom: Atom) -> bool:
@@ -141,7 +141,7 @@ class Unrepeated:
     def _is_place(self, atom: Atom) -> bool:
         eqn = None if is_literal(atom) else self.producers.get(atom)
         while eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape"):
-            eqn = self.producers.get(eqn.invars[0])
+            eqn = None if is_literal(eqn.invars[0]) else self.producers.get(eqn.invars[0])
         return eqn is not None and eqn.primitive.name == "iota"
 
 

@@ -193,6 +193,8 @@ class _Flattener:
             inner_scope = f"{scope}/{name_stack(eqn)}"
             if caller is not None:
                 eqn = with_some_line(eqn, caller)
+            if eqn.primitive.name == "concatenate":
+                eqn = _without_empty_operands(eqn)
             if eqn.primitive.name in self.calls:
                 self._inline(eqn, env, inner_scope)
             elif _is_over_dimensions(eqn):
@@ -276,6 +278,13 @@ class _Flattener:
         )
         after = iter(self._body(barrier.jaxpr, (), variables, scope, barrier.jaxpr.eqns))
         return [atom if is_literal(atom) else next(after) for atom in operands]
+
+
+def _without_empty_operands(eqn: JaxprEqn) -> JaxprEqn:
+    """Devices do not share arrays without elements, nor, beside one, the other operands."""
+    full = [atom for atom in eqn.invars if shape_of(atom)[eqn.params["dimension"]]]
+    new: JaxprEqn = eqn.replace(invars=full or list(eqn.invars[:1]))
+    return new
 
 
 def _is_over_dimensions(eqn: JaxprEqn) -> bool:

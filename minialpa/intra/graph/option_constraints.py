@@ -153,7 +153,9 @@ class OptionConstraints:
 
     def _factor_to_split(self, factors: Factors, k: int, dim: int, axes: Sequence[int]) -> int | None:
         factor = factors.leading_factor(k, dim)
-        if factor is not None and factors.may_split(factor, math.prod(self.mesh.shape[axis] for axis in axes)):
+        if factor is None or factor in factors.of_empty_arrays:
+            return None
+        if factors.may_split(factor, math.prod(self.mesh.shape[axis] for axis in axes)):
             return factor
         return None
 
