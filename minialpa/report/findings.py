@@ -24,7 +24,7 @@ from minialpa.report.figures import (
     waiting_seconds,
 )
 from minialpa.report.groups import equal_layers
-from minialpa.report.words import operator_name, percent_text
+from minialpa.report.words import operator_name, percent_text, place_words
 from minialpa.support.sizes import bytes_text
 
 #: Less memory than this part of the limit is little.
@@ -157,7 +157,7 @@ def _communication(plan: Plan) -> Iterator[Finding]:
     text = (
         f"Devices wait for collectives during {percent_text(share)} of the step. The longest are "
         f"{one.kind}s of {'arguments such as ' if is_path(one) else ''}{array_text(one)} in "
-        f"{longest.name or 'the update'}{_line_text(one)}."
+        f"{place_words(longest.name, one.part)}{_line_text(one)}."
     )
     yield Finding("communication", text, "warning", share)
 
@@ -169,6 +169,7 @@ def _resharding_in_layers(plan: Plan) -> Iterator[Finding]:
         for one in plan.collectives
         if one.kind in ("all-gather", "all-to-all", "collective-permute") and not one.can_hide and one.part != "other"
     ]
+    has_experts = any(op.name.startswith("minialpa_routed") for stage in plan.stages for op in stage.operators)
     for group in equal_layers(moved, lambda one: one.module, lambda one: (one.kind, one.array, one.part, one.line)):
         one = group.members[0]
         n_layers = round(sum(each.times_per_step for each in group.members) / plan.n_micro_batches)
@@ -177,8 +178,13 @@ def _resharding_in_layers(plan: Plan) -> Iterator[Finding]:
             text = (
                 f"Each {one.part} pass reshards {array_text(one)} {n_layers} times by {one.kind} in "
                 f"{group.name or 'the step'}{_line_text(one)}: {bytes_text(one.n_bytes)} each time, "
-                f"{percent_text(share)} of the step. Operations before and after it have different splits; a sharding "
-                "constraint in the model may force this."
+                f"{percent_text(share)} of the step. "
+                + (
+                    "Rows of tokens travel this way to the devices of their experts, and back."
+                    if one.kind == "all-to-all" and has_experts
+                    else "Operations before and after it have different splits; a sharding constraint in the model may "
+                    "force this."
+                )
             )
             yield Finding("resharding in each layer", text, "warning", share)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from minialpa.plan.text import seconds_text
 from minialpa.report.rows import CollectiveRow, OperatorRow
-from minialpa.report.words import percent_text
+from minialpa.report.words import percent_text, place_words
 from minialpa.support.sizes import bytes_text
 
 
@@ -65,7 +65,7 @@ def _collective_cells(row: CollectiveRow, *, is_short: bool) -> list[str]:
     return [
         row.kind,
         "weights" if is_argument and is_short else row.array,
-        row.module or "the update",
+        place_words(row.module, row.part),
         seconds_text(row.seconds),
         row.hidden,
         row.line,

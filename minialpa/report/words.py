@@ -36,6 +36,11 @@ def operator_name(primitive: str) -> str:
     return names.get(primitive, primitive.removeprefix("minialpa_").replace("_", " "))
 
 
+def place_words(module: str, part: str) -> str:
+    """The module, or the pass of operations outside of modules."""
+    return module or ("the update" if part in ("other", "update") else f"the {part} pass")
+
+
 def array_words(spec: Spec, shape: tuple[int, ...]) -> str:
     """shape: of the mesh."""
     parts = []

@@ -102,6 +102,31 @@ def test_little_memory_is_found_with_the_part_that_is_left() -> None:
     assert "memory" not in warnings_in(plan)
 
 
+def test_an_exchange_of_tokens_is_not_called_a_fault_of_shardings() -> None:
+    n_experts, width, n_tokens = 64, 1024, 8192
+
+    def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        def loss(params: Any) -> jax.Array:
+            y = x
+            for router, up, down in params:
+                chosen = jax.lax.top_k(y @ router, 2)[1].reshape(-1)
+                order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=n_experts)
+                rows = jax.lax.ragged_dot(jax.nn.silu(jax.lax.ragged_dot(y[order // 2], up, sizes)), down, sizes)
+                y = y + rows[jnp.argsort(order)].reshape(-1, 2, width).sum(1)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        value, grads = minialpa.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    shapes = ((width, n_experts), (n_experts, width, 4 * width), (n_experts, 4 * width, width))
+    params = [tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes) for _ in range(4)]
+    tokens = jax.ShapeDtypeStruct((n_tokens, width), jnp.bfloat16)
+    hosts = ClusterSpec.preset("a100-80gb", num_hosts=4, devices_per_host=1)
+    plan = minialpa.plan(step, (params, tokens), cluster=hosts, method=ShardParallel())
+    texts = [one.text for one in findings(plan) if "by all-to-all" in one.text]
+    assert texts and all(text.endswith("to the devices of their experts, and back.") for text in texts)
+
+
 def test_a_resharding_in_each_layer_is_found_with_its_module_and_line() -> None:
     pinned = ShardParallel(auto_sharding_option=AutoShardingOption(shardings="pin"))
     plan = minialpa.plan(reshards, arguments(), cluster=GPUS, method=pinned)
