@@ -40,7 +40,7 @@ from minialpa.calls import (
 )
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
 from minialpa.field_types import check_value
-from minialpa.inter.layers.host_state import with_state_in_host
+from minialpa.inter.host_state import with_state_in_host
 from minialpa.inter.microbatch.find_batch import find_batch
 from minialpa.methods import (
     CreateStateParallel,

@@ -101,7 +101,7 @@ def test_many_values_are_cut_and_operators_are_listed() -> None:
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
     text = explained("state", ShardParallel(), step, ([x] * 6, x))
     assert "2 more values match. Give the full name of one value." in text
-    assert re.search(r"matmul +examples over 4", explained("dot_general", METHODS["pipeline"]))
+    assert re.search(r"matmul +columns over 4", explained("dot_general", METHODS["pipeline"]))
     text = explained("nothing", METHODS["one axis"])
     assert (
         text.startswith("No part of the plan is called `nothing`.") and "`micro-batches`, `remat`, `stages`, " in text

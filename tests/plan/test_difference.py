@@ -29,7 +29,7 @@ def test_differences_are_reported_with_both_sides() -> None:
     text = shard_plan().diff(shard_plan(split))
     assert "stage 0, option `force_data_parallel`: False -> True" in text
     assert "operator of stage 0: none -> forward: dot_general [16, 8] S0,R" in text
-    assert "communication of stage 0, all-reduce over axis 0: 256 B in 1 collective per step -> " in text
+    assert "communication of stage 0, all-reduce over axis 0: none -> 516 B in 3 collectives per step" in text
     assert "shape of batch['x']: float32[16, 8] -> float32[32, 8]" in shard_plan().diff(shard_plan(n=32))
 
 

@@ -32,7 +32,7 @@ from minialpa.tracing.trace import TracedStep
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _HostedState:
     """The numbers of an argument, of the result that replaces it, and of the first equation that reads it."""
 
     invar: int
@@ -73,7 +73,7 @@ def with_state_in_host(step: TracedStep) -> TracedStep:
     return replace(step, flat=replace(flat, invars=tuple(invars), ops=tuple(ops), outvars=tuple(outvars)))
 
 
-def _states(step: TracedStep) -> list[_State]:
+def _states(step: TracedStep) -> list[_HostedState]:
     flat = step.flat
     first: dict[Var, int] = {}
     for i, eqn in enumerate(flat.eqns):
@@ -89,13 +89,13 @@ def _states(step: TracedStep) -> list[_State]:
         if not is_array or is_literal(new) or new not in flat.made_by or is_in_host(aval_of(new)):
             continue
         if old in first and step.origins[first[old]].direction == "other":
-            found.append(_State(i, replaced[i], old, new, first[old]))
+            found.append(_HostedState(i, replaced[i], old, new, first[old]))
     return found
 
 
-def _by_gradient(step: TracedStep, states: list[_State]) -> dict[Var | None, list[_State]]:
+def _by_gradient(step: TracedStep, states: list[_HostedState]) -> dict[Var | None, list[_HostedState]]:
     """None: state that is read before a gradient of its update, or that has none."""
-    found: dict[Var | None, list[_State]] = defaultdict(list)
+    found: dict[Var | None, list[_HostedState]] = defaultdict(list)
     for one in states:
         gradient = _nearest_gradient(step, one.new)
         is_earlier = gradient is not None and step.flat.made_by[gradient] < one.first
