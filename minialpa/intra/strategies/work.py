@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from minialpa.attention.blockwise import SIDE
 from minialpa.attention.cudnn import takes
 from minialpa.cluster import DeviceSpec, LogicalMesh
-from minialpa.grouped import tiles_of_group
+from minialpa.grouped import rows_of_tile, tiles_of_group
 from minialpa.intra.strategies.candidates import Candidates
 from minialpa.ir.equations import (
     aval_of,
@@ -222,24 +222,28 @@ def _grouped_s(eqn: JaxprEqn, device: DeviceSpec, shapes: Sequence[Sequence[int]
 
     shapes: of `lhs`, `rhs` and the result on a device.
 
-    A product cuts out the matrix of each group, and writes its tiles into a result of zeros. A sum adds to a float32
-    matrix of zeros.
+    A product cuts out the matrix of each group, and writes its tiles into a result of zeros, of which tiles of a single
+    block read the old rows. A sum adds to a float32 matrix of zeros.
     """
     lhs, rhs, out = shapes
     sizes = [bytes_of(atom) / math.prod(shape_of(atom)) for atom in (*eqn.invars[:2], *eqn.outvars)]
     lhs_bytes, rhs_bytes, out_bytes = (math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
     is_sum = eqn.primitive.name in _SUMS
     n_groups, *matrix = (out if is_sum else rhs)[1:]
-    n_rows, n_whole_rows = lhs[1] * lhs[2], lhs[1] * eqn.params["n_rows"]
-    n_tiles = lhs[0] * n_groups * tiles_of_group(n_rows, n_whole_rows, eqn.params["n_groups"])
+    of_tiles = lhs[1] * lhs[2], lhs[1] * eqn.params["n_rows"], eqn.params["n_groups"]
+    n_tiles = lhs[0] * n_groups * tiles_of_group(*of_tiles)
+    # Slots without a row are in no tile.
+    part = n_tiles * rows_of_tile(*of_tiles) / (lhs[0] * lhs[1] * lhs[2])
     if is_sum:
         sum_bytes = math.prod(matrix) * _SCORE_BYTES
-        read_bytes = lhs_bytes + rhs_bytes + 2 * n_tiles * sum_bytes
-        copied_bytes = 2 * lhs_bytes + 2 * rhs_bytes + 2 * lhs[0] * n_groups * sum_bytes + out_bytes
+        tile_bytes = part * (lhs_bytes + rhs_bytes)
+        read_bytes = tile_bytes + 2 * n_tiles * sum_bytes
+        copied_bytes = 2 * tile_bytes + 2 * lhs[0] * n_groups * sum_bytes + out_bytes
     else:
         # Each tile reads a matrix.
-        read_bytes = lhs_bytes + out_bytes + n_tiles * math.prod(matrix) * sizes[1]
-        copied_bytes = 2 * lhs_bytes + 2 * rhs_bytes + 4 * out_bytes
+        read_bytes = part * (lhs_bytes + out_bytes) + n_tiles * math.prod(matrix) * sizes[1]
+        n_copies = 3 if lhs[1] == 1 else 2
+        copied_bytes = 2 * part * lhs_bytes + 2 * rhs_bytes + (1 + n_copies * part) * out_bytes
 
     products_s = device.product_s(flops, read_bytes, _rate_of(eqn)) + n_tiles * device.launch_s
     return products_s + copied_bytes / device.memory_bandwidth
