@@ -3,7 +3,8 @@
 A search adds up costs of sublayers. The sum can exceed the memory of the whole stage, or fall below its time, so a
 search may refuse a step that fits, or miss the fastest plan. So the planner also plans `ShardParallel`, `DataParallel`,
 `Zero2Parallel` and `Zero3Parallel` on all devices. It gives up a method only if a bound shows that the method is not
-faster; the bound holds for shardings that treat repeated layers alike.
+faster; the bound holds for shardings that treat repeated layers alike. In large steps, where each method takes minutes,
+the planner tries methods only if the search finds no plan.
 """
 
 from __future__ import annotations
