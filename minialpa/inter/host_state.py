@@ -82,23 +82,30 @@ def with_state_in_host(step: TracedStep) -> TracedStep:
 
 
 def _states(step: TracedStep) -> Iterator[_HostedState]:
+    """State that the step reads only after the nearest gradient of its new value."""
     flat = step.flat
-    first: dict[Var, int] = {}
-    for i, eqn in enumerate(flat.eqns):
-        for v in operand_vars(eqn):
-            first.setdefault(v, i)
-    replaced = {i: o for o, i in enumerate(step.layouts) if i is not None}
+    first = {v: i for i in reversed(range(len(flat.eqns))) for v in operand_vars(flat.eqns[i])}
     gradients = flat.made_by.keys() & set(step.gradients)
-    for i, role in enumerate(argument_roles(step) if gradients else ()):
-        if role not in ("optimizer", "other") or i not in replaced:  # without donation, all roles are "other"
-            continue
-        old, new = flat.invars[i], flat.outvars[replaced[i]]
-        is_array = is_inexact(old) and shape_of(old) and not is_in_host(aval_of(old))
-        if not is_array or is_literal(new) or new not in flat.made_by or is_in_host(aval_of(new)) or old not in first:
+    for invar, outvar in _replaced(step):
+        old, new = flat.invars[invar], flat.outvars[outvar]
+        if is_literal(new) or new not in flat.made_by or old not in first:  # passed on, or not read
             continue
         gradient = _nearest(flat, new, gradients)
         if gradient is not None and flat.made_by[gradient] < first[old]:
-            yield _HostedState(i, replaced[i], old, new, first[old], gradient)
+            yield _HostedState(invar, outvar, old, new, first[old], gradient)
+
+
+def _replaced(step: TracedStep) -> Iterator[tuple[int, int]]:
+    """The numbers of arrays on the devices that are no weights, and of the results that replace them."""
+    roles = argument_roles(step)
+    replaced = {invar: outvar for outvar, invar in enumerate(step.layouts) if invar is not None}
+    for invar, outvar in replaced.items():
+        # Without donation, also the optimizer has the role "other".
+        if roles[invar] not in ("optimizer", "other"):
+            continue
+        both = step.flat.invars[invar], step.flat.outvars[outvar]
+        if is_inexact(both[0]) and shape_of(both[0]) and not any(is_in_host(aval_of(atom)) for atom in both):
+            yield invar, outvar
 
 
 def _nearest(flat: Block, new: Var, gradients: AbstractSet[Var]) -> Var | None:

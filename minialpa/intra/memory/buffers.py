@@ -130,15 +130,17 @@ def _buffers_taken_over(
     changed = {kernel.alias for kernel in kernels if kernel.in_place}
     fixed = kept | {home.get(v, v) for v in changed if v is not None}
 
+    def may_take(result: int, operand: int, time: int) -> bool:
+        is_new = result in start and result not in shared and result not in changed
+        is_free = operand in start and operand not in taken and end[operand] == time + 1
+        return is_new and is_free and sizes[operand] == sizes[result]
+
     for time, kernel in enumerate(kernels):
         pairs = [(result, operand, kept) for result, operand in kernel.carries]
         pairs += [(result, operand, fixed) for result in kernel.writes for operand in kernel.shares]
         for result, view, unavailable in pairs:
             operand = home.get(view, view)
-            if result in shared or result not in start or result in changed or operand in taken:
-                continue
-            is_free = operand in start and operand not in unavailable and end[operand] == time + 1
-            if is_free and sizes[operand] == sizes[result]:
+            if operand not in unavailable and may_take(result, operand, time):
                 shared[result] = operand
                 taken.add(operand)
     return shared
