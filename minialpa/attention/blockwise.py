@@ -383,9 +383,11 @@ def _problem(
     first_bias = n + 2 * kind.n_segments
     end = first_bias + kind.n_biases
     positions, segments, biases, masks = others[:n], others[n:first_bias], others[first_bias:end], others[end:]
+
     dtype = dtype_of_sums(query, key, value, *biases)
     b, t, g, r, _ = query.shape
     rows, columns = _axes(t, key.shape[1], b * g * r)
+
     return _BlockedArrays(
         kind=kind,
         dtype=dtype,

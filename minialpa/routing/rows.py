@@ -507,13 +507,12 @@ class _Writer:
         factor, route = found
         if factor in factors.reductions:
             return self._reduced(eqn, factors, factor)
-        dims = [_dim_with(one, factor) for one in factors.results]
-        if None in dims:
-            return [eqn]
+        dims = [dim for one in factors.results if (dim := _dim_with(one, factor)) is not None]
         c = route.shape.capacity
-        in_slots = self._operands_in_slots(eqn, factors, factor, c)
+        in_slots = self._operands_in_slots(eqn, factors, factor, c) if len(dims) == len(factors.results) else None
         if in_slots is None:
             return [eqn]
+
         eqns, operands = in_slots
         axes = [0 if not is_literal(atom) and atom in self.rows else None for atom in eqn.invars]
 
@@ -525,7 +524,6 @@ class _Writer:
 
         made_eqns, made = self._equations(eqn, compute, None, *operands)
         for var, number, dim, array in zip(eqn.outvars, numbers, dims, made, strict=True):
-            assert dim is not None
             self.rows[var] = self.rows_of_number[number] = _RowsInSlots(route, dim, array)
         return [eqn, *eqns, *made_eqns]
 
