@@ -18,6 +18,7 @@ from minialpa import (
     ClusterSpec,
     CreateStateParallel,
     FollowParallel,
+    InfeasibleError,
     PipeshardParallel,
     Plan,
     ShardParallel,
@@ -117,6 +118,54 @@ def test_the_state_takes_no_device_memory_in_the_passes() -> None:
     assert plan.stages[0].host_bytes == n_bytes
     assert in_host.compiled_bytes <= on_device.compiled_bytes - 0.99 * n_bytes
     assert in_host.planned_bytes == pytest.approx(in_host.compiled_bytes, rel=0.05)
+
+
+def test_an_update_has_little_of_the_state_in_device_memory() -> None:
+    """The oracle: XLA for GPUs. Each update reads the norm of all gradients, and so follows the last pass."""
+    n_layers, width = 12, 512
+
+    def state() -> Any:
+        params = [jnp.zeros((width, width)) for _ in range(n_layers)]
+        return params, OPTIMIZER.init(params)
+
+    gpu = ClusterSpec.preset("h100", devices_per_host=1)
+    arguments = jax.eval_shape(state), {name: jax.ShapeDtypeStruct((32, width), jnp.float32) for name in "xy"}
+    plan = minialpa.plan(_step(), arguments, cluster=gpu, method=ShardParallel(auto_sharding_option=OFFLOAD))
+    (found,) = plan.check(_step(), arguments).stages
+    n_bytes = 4 * width**2
+    # Weights, gradients, and the two arrays of state of three of twelve layers, old and new.
+    assert found.compiled_bytes < 1.1 * (2 * n_layers + 3 * 4) * n_bytes
+    assert found.planned_bytes == pytest.approx(found.compiled_bytes, rel=0.03)
+    assert plan.stages[0].host_bytes == 2 * n_layers * n_bytes
+
+
+def test_state_moves_to_host_memory_if_no_plan_fits_otherwise(key: jax.Array) -> None:
+    """Also for the shapes of later calls, and with results of earlier ones."""
+    gpus = ClusterSpec.preset("h100", devices_per_host=2)
+    most = Zero3Parallel(gpus, auto_sharding_option=AutoShardingOption(memory_limit_bytes=2.5e6))
+    planned = minialpa.parallelize(_step(), method=most, donate_argnums=())
+    state, batch = _state(key, 256), _batch(256)
+    expected = jax.jit(_step())(state, batch)
+    with pytest.warns(UserWarning, match="state of its optimizer in host memory"):
+        found = planned(state, batch)
+    assert _kinds(found[0][0]) == {"device"} and _kinds(found[0][1]) == {"pinned_host"}
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+    assert planned.plan(state, batch).stages[0].option.offload_optimizer
+
+    few = jax.tree.map(lambda x: x[:16], batch)
+    np.testing.assert_allclose(planned(found[0], few)[1], jax.jit(_step())(expected[0], few)[1], rtol=1e-5)
+    evaluate = minialpa.parallelize(lambda state, batch: _loss(state[0], batch), method=FollowParallel(planned))
+    np.testing.assert_allclose(evaluate(found[0], few), _loss(expected[0][0], few), rtol=1e-5)
+
+
+def test_an_error_tells_that_host_memory_would_not_be_enough(key: jax.Array) -> None:
+    gpus = ClusterSpec.preset("h100", devices_per_host=2)
+    least = ShardParallel(gpus, auto_sharding_option=AutoShardingOption(memory_limit_bytes=1e5))
+    step = minialpa.parallelize(_step(), method=least)
+    with pytest.raises(InfeasibleError) as found:
+        step.plan(_state(key, 256), _batch(256))
+    assert any("offload_optimizer" in note for note in found.value.__notes__)
+    assert not step.plan(_state(key, 8), _batch(8)).stages[0].option.offload_optimizer
 
 
 def test_state_that_the_loss_reads_stays_on_the_devices(key: jax.Array) -> None:

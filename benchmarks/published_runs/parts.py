@@ -38,6 +38,7 @@ from minialpa.intra.strategies.combining import Sharing
 from minialpa.intra.strategies.loops import scan_body
 from minialpa.intra.strategies.strategies import priced
 from minialpa.intra.strategies.strategy_cache import StrategyCache
+from minialpa.report.figures import bytes_on_mesh
 from minialpa.sharding import EquationSpecs
 from minialpa.support.files import write_text
 from minialpa.tracing.trace import TracedStep
@@ -93,6 +94,8 @@ class Parts:
     Attributes:
         borders: for each border between stages: whether it is inside a host, and its bytes.
         peak_bytes: of the device that needs most.
+        uneven_bytes: what the most filled device would save if all devices of its stage had equal parts of the state of
+            the optimizer, as trainers with flat buffers have.
         hides_update: whether one micro-batch hides the collectives of the update.
     """
 
@@ -103,6 +106,7 @@ class Parts:
     peak_bytes: float
     plan_s: float
     hides_update: bool
+    uneven_bytes: float = 0.0
 
 
 # ---- seconds ---------------------------------------------------------------------------------------------------------
@@ -198,6 +202,19 @@ def parts_of(traced: TracedStep, plan: Plan, *, hides_update: bool, plan_s: floa
         peak_bytes=max(plan.cost.peak_bytes),
         plan_s=plan_s,
         hides_update=hides_update,
+        uneven_bytes=_uneven_bytes(plan),
+    )
+
+
+def _uneven_bytes(plan: Plan) -> float:
+    peaks = plan.cost.peak_bytes
+    mesh = max(range(len(peaks)), key=lambda k: peaks[k])
+    stage = plan.stages[mesh]
+    whole = (1,) * len(stage.logical_shape)
+    return sum(
+        bytes_on_mesh(value, mesh, stage.logical_shape) - bytes_on_mesh(value, mesh, whole) / stage.n_devices
+        for value, role in zip(plan.inputs, plan.roles, strict=True)
+        if role == "optimizer"
     )
 
 

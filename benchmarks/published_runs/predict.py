@@ -91,7 +91,7 @@ def _predicted(run: Run, folder: Path | None) -> Prediction:
     if isinstance(parts, str):
         return Prediction(run, None, 0.0, False, 0.0, parts)
     cluster = cluster_of(run)
-    peak_bytes = parts.peak_bytes - spared_bytes(run)
+    peak_bytes = parts.peak_bytes - parts.uneven_bytes - spared_bytes(run)
     return Prediction(run, total_s(parts, cluster), peak_bytes, peak_bytes <= cluster.device.memory_bytes, parts.plan_s)
 
 
@@ -221,7 +221,7 @@ def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None)
         # Without groups that share weights, the weights that a group splits stay split: no trainer gathers them.
         option = dataclasses.replace(
             option,
-            force_batch_dim_to_mesh_dim=0,
+            force_batch_dim_to_mesh_dim=None if run.model.experts is not None else 0,
             fixed_specs=_weight_specs(run),
             allow_all_to_all=run.model.experts is not None,
         )

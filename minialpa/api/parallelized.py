@@ -51,7 +51,6 @@ from minialpa.methods import (
     attention_of,
     axis_names_of,
     check_method,
-    offloads_optimizer,
     resolve_devices,
 )
 from minialpa.options import PlanningEffort, Shardings
@@ -64,6 +63,7 @@ from minialpa.sharding import bare_specs_over
 from minialpa.support.collection import collection_paused
 from minialpa.support.private_jax import NO_MESH, api_boundaries, under_mesh, warn
 from minialpa.support.progress import phase
+from minialpa.support.sizes import bytes_text
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
 from minialpa.tracing.host_memory import on_device
 from minialpa.tracing.refs import is_ref_leaf, ref_type
@@ -284,8 +284,8 @@ class ParallelizedFunc:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, without compiling or running."""
-        call = self._bind(args, kwargs)
-        return self._plan_in_session(call, self._trace(call))
+        _, plan = self._plan_in_session(self._bind(args, kwargs))
+        return plan
 
     def use_plan(self, plan: Plan | None) -> None:
         """Use `plan` for calls with its step, shapes and cluster; None forgets such plans. The method plans other
@@ -337,8 +337,8 @@ class ParallelizedFunc:
         self._check_plans("lower")
         call = self._bind(args, kwargs)
         session = current_session()
-        traced, followed = self._trace(call), self._find_followed(call.key(), call, session)
-        plan, target = self._plan_for(call, traced, session, followed)
+        followed = self._find_followed(call.key(), call, session)
+        traced, plan, target = self._plan_for(call, session, followed)
         if call.key() in self._training_keys:
             followed = None
 
@@ -358,29 +358,25 @@ class ParallelizedFunc:
 
         check_value("what", what, str, TraceError)
         self._check_plans("explain")
-        call = self._bind(args, kwargs)
-        traced = self._trace(call)
-        plan = self._plan_in_session(call, traced)
+        traced, plan = self._plan_in_session(self._bind(args, kwargs))
         with phase("explaining"), collection_paused(), under_mesh(NO_MESH):
             return explain_step(traced, plan, what)
 
     def check(self, *args: Any, target: str | None = None, cache: str | Path | None = None, **kwargs: Any) -> PlanCheck:
         """Compare the plan with XLA's program for GPUs. See `minialpa.check`."""
         self._check_plans("check")
-        call = self._bind(args, kwargs)
-        traced = self._trace(call)
+        traced, plan = self._plan_in_session(self._bind(args, kwargs))
         with under_mesh(NO_MESH):
-            return check_plan(traced, self._plan_in_session(call, traced), target, cache)
+            return check_plan(traced, plan, target, cache)
 
     def phases(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         """The step as text after each phase of planning. See `minialpa.phases`."""
         from minialpa.inter.phases import phases
 
         self._check_plans("phases")
-        call = self._bind(args, kwargs)
-        traced = self._trace(call)
+        traced, plan = self._plan_in_session(self._bind(args, kwargs))
         with under_mesh(NO_MESH):
-            return phases(traced, self._plan_in_session(call, traced))
+            return phases(traced, plan)
 
     def export_specs(self, *args: Any, mesh: int = 0, **kwargs: Any) -> tuple[Any, Any]:
         """Pytrees of PartitionSpecs: for the tuple of arguments, without static ones, and for the results.
@@ -390,8 +386,7 @@ class ParallelizedFunc:
         """
         self._check_plans("export_specs")
         call = self._bind(args, kwargs)
-        traced = self._trace(call)
-        plan = self._plan_in_session(call, traced)
+        traced, plan = self._plan_in_session(call)
         specs = plan.export_specs(mesh)
         inputs = [specs.inputs.get(value.path) for value in plan.inputs]
         outputs = [specs.outputs.get(value.path) for value in plan.outputs]
@@ -527,9 +522,8 @@ class ParallelizedFunc:
                 f"`jax_disable_jit` is on, and {self._name} runs as compiled programs. Turn it off, or call the plain "
                 "function to go through it step by step."
             )
-        traced = self._trace(call)
         if not isinstance(self._method, CreateStateParallel):
-            plan, target = self._plan_for(call, traced, session, followed)
+            traced, plan, target = self._plan_for(call, session, followed)
             return compile_step(call, traced, plan, target, session)
 
         if self._parameters.donate not in ("auto", ()):
@@ -543,6 +537,7 @@ class ParallelizedFunc:
                 "training step. Leave `in_shardings` and `out_shardings` out, or pass None for both if the function is "
                 "jitted."
             )
+        traced = self._trace(call)
         with under_mesh(call.mesh):
             train_step = self._method.train_step.get_executable(state_shapes(traced), *self._method.other_args)
         return compile_creation(call, traced, train_step, self.target(session), session)
@@ -568,7 +563,35 @@ class ParallelizedFunc:
 
     @_without_mesh
     def _plan_for(
-        self, call: Call, traced: TracedStep, session: Session | None = None, followed: Followed | None = None
+        self, call: Call, session: Session | None = None, followed: Followed | None = None
+    ) -> tuple[TracedStep, Plan, Target]:
+        """The traced step and its plan. If no plan fits, the optimizer's state moves to host memory."""
+        traced = self._trace(call)
+        try:
+            return traced, *self._plan_traced(call, traced, session, followed)
+        except InfeasibleError as error:
+            failure = error
+
+        may_move = isinstance(self._method, Method) and self.target(session).cluster.device.host_bytes is not None
+        hosted = with_state_in_host(traced) if may_move and not self._planner.offloads_optimizer else traced
+        if hosted is traced:
+            raise failure
+        try:
+            with self._planner.offload_optimizer():
+                plan, target = self._plan_traced(call, hosted, session, followed)
+        except InfeasibleError:
+            failure.add_note("The state of the optimizer in host memory (`offload_optimizer`) would not be enough.")
+            raise failure from None
+        n_bytes = max(stage.host_bytes for stage in plan.stages)
+        warn(
+            f"{self._name} fits in the memory of the devices only with the state of its optimizer in host memory "
+            f"({bytes_text(n_bytes)} for each device), so the state stays there between steps. To plan so from the "
+            "start, pass `AutoShardingOption(offload_optimizer=True)`."
+        )
+        return hosted, plan, target
+
+    def _plan_traced(
+        self, call: Call, traced: TracedStep, session: Session | None, followed: Followed | None
     ) -> tuple[Plan, Target]:
         """A plan from `use_plan` comes first. Otherwise, a call without gradients runs on the meshes of `followed`, if
         possible; else the method decides.
@@ -614,11 +637,12 @@ class ParallelizedFunc:
                 raise
             return self._plan_by_method(traced, target), error
 
-    def _plan_in_session(self, call: Call, traced: TracedStep) -> Plan:
-        """The plan by which a call would run in the present session, if any."""
+    def _plan_in_session(self, call: Call) -> tuple[TracedStep, Plan]:
+        """The traced step, and the plan by which a call would run in the present session, if any."""
         session = running_session()
         followed = None if session is None else self._find_followed(call.key(), call, session)
-        return self._plan_for(call, traced, followed=followed)[0]
+        traced, plan, _ = self._plan_for(call, followed=followed)
+        return traced, plan
 
     def _pins(self, call: Call, traced: TracedStep) -> Pins:
         return find_pins(call, traced, *self._shardings, finds_static=self._finds_static)
@@ -654,7 +678,7 @@ class ParallelizedFunc:
             with collection_paused():
                 if attention != "written":
                     traced = recognise(traced, everywhere=attention == "fused")
-                return with_state_in_host(traced) if offloads_optimizer(self._method) else traced
+                return with_state_in_host(traced) if self._planner.offloads_optimizer else traced
 
     def _warn_of_object(self, call: Call) -> None:
         """Warn that the program keeps the present attributes of `self`, unless `self` is static."""
@@ -683,7 +707,7 @@ class ParallelizedFunc:
             with collection_paused(), bare_specs_over(axis_names_of(self._method)):
                 traced = trace_step(
                     on_leaves(self._fun, call, paths),
-                    [*map(on_device, call.leaves)] if offloads_optimizer(self._method) else call.leaves,
+                    [*map(on_device, call.leaves)] if self._planner.offloads_optimizer else call.leaves,
                     in_paths=paths,
                     is_batch=[known.batch != "auto" and number in known.batch for number in numbers],
                     arg_of_leaf=numbers,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +25,7 @@ from minialpa.methods import (
     FollowParallel,
     Method,
     Target,
+    offloads_optimizer,
     options_for,
     plan_to_method,
     resolve_devices,
@@ -65,6 +67,21 @@ class StepPlanner:
         self._chosen: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
         self._plans: dict[_PlannedFor, Plan] = {}
         self._remembered_keys: set[_PlannedFor] = set()
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the method, or `offload_optimizer`, keeps the state of the optimizer in host memory."""
+        return bool(self._chosen.get("offload_optimizer")) or offloads_optimizer(self._method)
+
+    @contextmanager
+    def offload_optimizer(self) -> Iterator[None]:
+        """Plan with `offload_optimizer` from now on, unless the body raises an error."""
+        self._chosen["offload_optimizer"] = True
+        try:
+            yield
+        except Exception:
+            del self._chosen["offload_optimizer"]
+            raise
 
     def remember(self, plan: Plan) -> None:
         """Use `plan` for its step on its cluster."""

@@ -49,7 +49,10 @@ class _HostedState:
 
 
 def with_state_in_host(step: TracedStep) -> TracedStep:
-    """Scalars, and state that is read before its gradient is there, stay on the devices."""
+    """Scalars, and state that is read before its gradient is there, stay on the devices.
+
+    Returns `step` itself if all of its state stays there.
+    """
     flat = step.flat
     invars, outvars = list(flat.invars), list(flat.outvars)
     before: dict[int, list[JaxprEqn]] = defaultdict(list)
@@ -58,6 +61,8 @@ def with_state_in_host(step: TracedStep) -> TracedStep:
     of_gradient: dict[Var, list[_HostedState]] = defaultdict(list)
     for one in _states(step):
         of_gradient[one.gradient].append(one)
+    if not of_gradient:
+        return step
 
     for gradient, own in of_gradient.items():
         in_host = {one: fresh_var(host_type(shape_of(one.old), aval_of(one.old).dtype)) for one in own}

@@ -23,6 +23,7 @@ from minialpa.inter.staging.leaf_placement import values_of_parts
 from minialpa.inter.staging.mesh_problem import mesh_equations
 from minialpa.inter.staging.replan import check_fits
 from minialpa.inter.staging.stack_matrices import with_stacked_matrices
+from minialpa.inter.staging.stream_state import with_streamed_state
 from minialpa.inter.staging.tasks import StagedStep, stage_split, traced_positions
 from minialpa.inter.staging.verify_fit import blamed, verify_decisions, verify_layers
 from minialpa.intra.graph.problem import MeshEquations
@@ -91,7 +92,9 @@ def stage_step(
         split = with_weights_cast_once(split)
     shared = _shared(split, by_direction=n_chunks > 1)
     staged = stage_split(shared, groups, mesh_of_chunk, splits_backward=options.splits_backward)
-    return with_stacked_matrices(staged, options.stack_matrices) if options.stack_matrices else staged
+    if options.stack_matrices:
+        staged = with_stacked_matrices(staged, options.stack_matrices)
+    return with_streamed_state(staged)
 
 
 def row_sharing(n_micro_batches: int, stages: Iterable[tuple[int, AutoShardingOption]]) -> RowSharing:
