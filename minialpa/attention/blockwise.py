@@ -60,27 +60,35 @@ def differentiate(
     *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], with_bias_gradient: Sequence[bool]
 ) -> list[jax.Array]:
     # Without a barrier, a compiler that sees both passes keeps scores or unrounded results of the first pass.
-    # `out` passes flat, as a product reads it.
+    # `out` passes flat, as a product reads it. And without `zero`, XLA would fill the first sums of all attentions of a
+    # step at once.
     query, key, value, out, *rest = operands[:6]
-    flat = out.reshape(*out.shape[:2], math.prod(out.shape[2:]))
-    query, key, value, flat, logsumexp, out_bar = jax.lax.optimization_barrier((query, key, value, flat, *rest))
+    flat, zero = out.reshape(*out.shape[:2], math.prod(out.shape[2:])), jnp.zeros((), dtype_of_sums(query))
+    query, key, value, flat, zero, logsumexp, out_bar = jax.lax.optimization_barrier(
+        (query, key, value, flat, zero, *rest)
+    )
     out = flat.reshape(out.shape)
     others = operands[6:]
     problem = _problem(query, key, value, others, kind)
     rows = _rows_of_gradient(problem, out, logsumexp, out_bar)
     requested = [n for n, is_requested in enumerate(with_bias_gradient) if is_requested]
-    results = _gradients(problem, rows, requested, dtypes[1:3])
+    results = _gradients(problem, rows, requested, dtypes[1:3], zero)
     return [x.astype(dtype) for x, dtype in zip(results, dtypes, strict=True)]
 
 
 def _gradients(
-    problem: _BlockedArrays, rows: _Rows, requested: Sequence[int], dtypes: Sequence[Any] | None = None
+    problem: _BlockedArrays,
+    rows: _Rows,
+    requested: Sequence[int],
+    dtypes: Sequence[Any] | None = None,
+    zero: jax.Array | float = 0.0,
 ) -> list[jax.Array]:
     """query_bar [b t g r d], key_bar [b s g d], value_bar [b s g e], then cotangents of the requested biases.
 
     dtypes: of key_bar and value_bar, which have the dtype of the sums by default.
+    zero: fills the first sums.
     """
-    bias_bars = [jnp.zeros(problem.biases[n].shape, problem.dtype) for n in requested]
+    bias_bars = [jnp.full(problem.biases[n].shape, zero, problem.dtype) for n in requested]
 
     def add_row(j: Any, i: Any, carry: Any) -> Any:
         query_bar, bias_bars, key_bar, value_bar = carry
@@ -99,7 +107,7 @@ def _gradients(
         return tuple(carry), bars
 
     carry, (key_bar, value_bar) = _scan(
-        problem.columns.n_blocks, add_column, (jnp.zeros(problem.query.shape, problem.dtype), bias_bars)
+        problem.columns.n_blocks, add_column, (jnp.full(problem.query.shape, zero, problem.dtype), bias_bars)
     )
     query_bar, bias_bars = carry
     query_bar = problem.rows.unpad(query_bar, 3).transpose(0, 3, 1, 2, 4)
