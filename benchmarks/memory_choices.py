@@ -42,12 +42,10 @@ def _setting(name: str, model: str, **sizes: Any) -> _Setting:
 _LLAMA = {"n_kv_heads": 8, "ffn": 28672}
 _SETTINGS = (
     _setting("gpt-12288, 16K tokens", "gpt", hidden=12288, n_layers=6, n_heads=96, seq_len=16384, batch_size=2),
+    _setting("gpt-8192, 16K tokens", "gpt", hidden=8192, n_layers=6, n_heads=64, seq_len=16384, batch_size=2),
     _setting("gpt-8192, 32K tokens", "gpt", hidden=8192, n_layers=6, n_heads=64, seq_len=32768, batch_size=2),
     _setting(
         "llama-8192, 16K tokens", "llama", hidden=8192, n_layers=6, n_heads=64, seq_len=16384, batch_size=2, **_LLAMA
-    ),
-    _setting(
-        "llama-8192, 64K tokens", "llama", hidden=8192, n_layers=6, n_heads=64, seq_len=65536, batch_size=1, **_LLAMA
     ),
 )
 _TINY = (_setting("gpt", "gpt", hidden=64, n_layers=2, n_heads=2, seq_len=64, batch_size=2),)
