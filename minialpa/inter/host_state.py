@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.layers.offload import moved
-from minialpa.inter.layers.remat import barrier_of, renamed
+from minialpa.inter.layers.remat import barrier_of
 from minialpa.inter.plan_details import argument_roles
 from minialpa.ir.block import Block
 from minialpa.ir.equations import (
@@ -27,6 +27,7 @@ from minialpa.ir.equations import (
     is_inexact,
     is_literal,
     operand_vars,
+    reading,
     shape_of,
 )
 from minialpa.ir.op import Op
@@ -81,8 +82,7 @@ def with_state_in_host(step: TracedStep) -> TracedStep:
     known: dict[Var, Var] = {}
     for i, op in enumerate(flat.ops):
         known |= names[i]
-        eqn = op.eqn.replace(invars=renamed(op.eqn.invars, known))
-        ops += [replace(op, eqn=one) for one in (*before[i], eqn, *after[i])]
+        ops += [replace(op, eqn=one) for one in (*before[i], reading(op.eqn, known), *after[i])]
     return replace(step, flat=replace(flat, invars=tuple(invars), ops=tuple(ops), outvars=tuple(outvars)))
 
 

@@ -57,8 +57,12 @@ def fresh_var(aval: Any) -> Var:
 
 def reading(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
     """The equation with operand `names[v]` for each operand `v` in `names`."""
-    copy: JaxprEqn = eqn.replace(invars=[v if is_literal(v) else names.get(v, v) for v in eqn.invars])
+    copy: JaxprEqn = eqn.replace(invars=renamed(eqn.invars, names))
     return copy
+
+
+def renamed(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    return [v if is_literal(v) else names.get(v, v) for v in atoms]
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, operand_vars, reading, scan_counts
+from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, operand_vars, reading, renamed, scan_counts
 from minialpa.recognition.rewriting import with_named_results
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.evaluation import eval_named
@@ -78,7 +78,7 @@ def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
     for one in flat.eqns:
         names |= {var: fresh_var(aval_of(var)) for var in one.outvars}
         eqns.append(reading(one, names).replace(outvars=[names[var] for var in one.outvars]))
-    results = _renamed_atoms(flat.outvars, names)
+    results = renamed(flat.outvars, names)
     return Body(
         eqn=eqn,
         carries=tuple(carries),
@@ -97,13 +97,9 @@ def with_rows(body: Body, rows: Sequence[tuple[Var, Var, Atom]]) -> Body:
         body,
         rows=(*body.rows, *((row, array) for _, row, array in rows)),
         eqns=tuple(reading(eqn, names) for eqn in body.eqns),
-        new_carries=tuple(_renamed_atoms(body.new_carries, names)),
-        stacked=tuple((_renamed_atoms([atom], names)[0], array) for atom, array in body.stacked),
+        new_carries=tuple(renamed(body.new_carries, names)),
+        stacked=tuple((renamed([atom], names)[0], array) for atom, array in body.stacked),
     )
-
-
-def _renamed_atoms(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
-    return [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
 
 
 # ---- from a body to a scan -----------------------------------------------------------------------------------------

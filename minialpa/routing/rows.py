@@ -43,7 +43,7 @@ from minialpa.ir.equations import (
 )
 from minialpa.ir.op import Op
 from minialpa.recognition.bodies import with_rewritten_bodies
-from minialpa.recognition.rewriting import NewEquation, Written
+from minialpa.recognition.rewriting import NewEquation, Written, with_named_results
 from minialpa.recognition.step import with_equations
 from minialpa.routed import routed_product_p, routed_sum_p
 from minialpa.routing.orders import Orders, Unrepeated, filled, is_lookup, sorted_by_gathers
@@ -487,8 +487,8 @@ class _Writer:
 
         result = eqn.outvars[0]
         key = ("out", shape_of(result))
-        eqns, (made,) = self._equations(eqn, compute, key, rows.array, rows.route.slots.slot_of_row)
-        return _named(eqns, made, result)
+        eqns, made = self._equations(eqn, compute, key, rows.array, rows.route.slots.slot_of_row)
+        return with_named_results(eqns, made, [result])[0]
 
     # ---- rows in slots -----------------------------------------------------------------------------------------------
 
@@ -647,11 +647,11 @@ class _Writer:
         operands += [] if is_sum else [eqn.invars[1]]
         bounds = (slots.starts, slots.ends, slots.foreign_starts, slots.foreign_ends)
         key = ("grouped", eqn.primitive, shape, tuple(params.items()))
-        eqns, (made,) = self._equations(eqn, compute, key, *operands, *bounds)
+        eqns, made = self._equations(eqn, compute, key, *operands, *bounds)
         self.products.add(eqn)
         if is_sum:
-            return [*plain, *_named(eqns, made, eqn.outvars[0])]
-        self.rows[eqn.outvars[0]] = _RowsInSlots(route, 2, made)
+            return [*plain, *with_named_results(eqns, made, eqn.outvars)[0]]
+        self.rows[eqn.outvars[0]] = _RowsInSlots(route, 2, made[0])
         return [eqn, *plain, *eqns]
 
     def _equations(
@@ -680,12 +680,6 @@ def _without_barriers(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         if eqn.primitive.name == "optimization_barrier":
             names.update(zip(eqn.outvars, new[-1].invars, strict=True))
     return new
-
-
-def _named(eqns: Sequence[JaxprEqn], made: Atom, result: Var) -> list[JaxprEqn]:
-    """`result` replaces `made`, which the last equations compute."""
-    names = {made: result}
-    return [reading(eqn, names).replace(outvars=[names.get(var, var) for var in eqn.outvars]) for eqn in eqns]
 
 
 def _sum_of(rows: Any) -> Any:

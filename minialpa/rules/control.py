@@ -25,7 +25,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
-from minialpa.ir.equations import Atom, fresh_var, is_literal, operand_vars, reading, scan_counts, shape_of
+from minialpa.ir.equations import Atom, fresh_var, operand_vars, reading, renamed, scan_counts, shape_of
 from minialpa.rules.body_factors import BodyShards, BodySplits, BoundaryTable, body_splits, local_params, started
 from minialpa.rules.body_groups import Region
 from minialpa.rules.factors import Factors, Shapes
@@ -38,10 +38,9 @@ def _inlined_program(closed: Any, inputs: Sequence[Atom] | None = None) -> Block
     flat = flatten_calls(getattr(closed, "jaxpr", closed), tuple(getattr(closed, "consts", ())))
     if inputs is None:
         return flat
-    renamed = dict(zip(flat.invars, inputs, strict=True))
-    outvars = tuple(atom if is_literal(atom) else renamed.get(atom, atom) for atom in flat.outvars)
-    renamed_eqns = [reading(eqn, renamed) for eqn in flat.eqns]
-    return replace(flat.with_eqns(renamed_eqns), invars=tuple(inputs), outvars=outvars)
+    names = dict(zip(flat.invars, inputs, strict=True))
+    flat = flat.with_eqns([reading(eqn, names) for eqn in flat.eqns])
+    return replace(flat, invars=tuple(inputs), outvars=tuple(renamed(flat.outvars, names)))
 
 
 # Jaxprs compare by identity.

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from minialpa.errors import ShardingError
 from minialpa.ir.block import Block
-from minialpa.ir.equations import Atom, aval_of, is_literal, sub_jaxprs
+from minialpa.ir.equations import Atom, aval_of, is_literal, renamed, sub_jaxprs
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import replicated_factors, rule
 from minialpa.rules.notation import parse_rule
@@ -173,8 +173,7 @@ class _Proposal:
                 summed.update(zip(eqn.outvars, eqn.invars, strict=True))
             else:
                 raise _RefusedError(f"its function communicates by `{eqn.primitive.name}`")
-        outvars = tuple(atom if is_literal(atom) else summed.get(atom, atom) for atom in flat.outvars)
-        return replace(flat, ops=tuple(ops), outvars=outvars)
+        return replace(flat, ops=tuple(ops), outvars=tuple(renamed(flat.outvars, summed)))
 
 
 def _struct(atom: Atom, shape: Sequence[int], sharding: Any = None) -> Any:

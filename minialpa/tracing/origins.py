@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.block import Block
-from minialpa.ir.equations import is_literal, operand_vars
+from minialpa.ir.equations import is_literal, operand_vars, renamed
 from minialpa.ir.op import Direction, Op, Origin, is_second_derivative, is_transposed, read_tag
 from minialpa.tracing.gradients import boundary_p, gradient_p
 
@@ -34,12 +34,8 @@ def without_marks(flat: Block) -> Unmarked:
     ops: list[Op] = []
     gradients: list[Var] = []
     n_boundaries = 0
-
-    def read(atom: Any) -> Any:
-        return atom if is_literal(atom) else unmarked.get(atom, atom)
-
     for op in flat.ops:
-        eqn, operands = op.eqn, [read(atom) for atom in op.eqn.invars]
+        eqn, operands = op.eqn, renamed(op.eqn.invars, unmarked)
         if eqn.primitive is boundary_p:
             n_boundaries += 1
         elif eqn.primitive is gradient_p:
@@ -49,7 +45,7 @@ def without_marks(flat: Block) -> Unmarked:
             origin = replace(op.origin, layer=n_boundaries)
             ops.append(replace(op, eqn=eqn.replace(invars=operands), origin=origin))
 
-    outvars = tuple(read(atom) for atom in flat.outvars)
+    outvars = tuple(renamed(flat.outvars, unmarked))
     return Unmarked(replace(flat, ops=tuple(ops), outvars=outvars), tuple(gradients), n_boundaries)
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.layers.remat import Layer, barrier_of, gradient_sums, layers_of, programs_of, rematerialise, renamed
+from minialpa.inter.layers.remat import Layer, barrier_of, gradient_sums, layers_of, programs_of, rematerialise
 from minialpa.inter.microbatch.batching import batch_kinds
-from minialpa.ir.equations import Atom, aval_of, is_in_host, is_inexact, is_literal, operand_vars
+from minialpa.ir.equations import Atom, aval_of, is_in_host, is_inexact, is_literal, operand_vars, reading
 from minialpa.ir.op import Op
 from minialpa.options import Remat
 from minialpa.rules.expensive import has_contraction
@@ -167,10 +167,7 @@ class _Moves:
         self._rename(later, {newest: names[newest]})
         for before, ops in self.inserted.items():
             if before > end:
-                self.inserted[before] = [
-                    replace(op, eqn=op.eqn.replace(invars=renamed(op.eqn.invars, {newest: names[newest]})))
-                    for op in ops
-                ]
+                self.inserted[before] = [replace(op, eqn=reading(op.eqn, {newest: names[newest]})) for op in ops]
         return {v: names[copy] for v, copy in in_host.items()}
 
     def _insert(self, before: int, of: int, eqns: Sequence[JaxprEqn]) -> None:
@@ -179,7 +176,7 @@ class _Moves:
 
     def _rename(self, equations: Sequence[int], names: Mapping[Var, Var]) -> None:
         for i in equations:
-            self.eqns[i] = self.eqns[i].replace(invars=renamed(self.eqns[i].invars, names))
+            self.eqns[i] = reading(self.eqns[i], names)
 
 
 def moved(v: Atom, space: Any) -> tuple[JaxprEqn, Any]:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, batch_kinds
-from minialpa.ir.equations import Atom, aval_of, fresh_var, is_extended, is_literal, operand_vars
+from minialpa.ir.equations import aval_of, fresh_var, is_extended, is_literal, operand_vars, reading
 from minialpa.ir.op import Op
 from minialpa.options import Remat
 from minialpa.rules.expensive import has_contraction, is_view, reads_in_place
@@ -103,7 +103,7 @@ class _StepRewrite:
             original = self.traced.flat.ops[recomputed.equations[k]]
             inserted.append(replace(original, eqn=copy, origin=replace(original.origin, direction="backward")))
         for i in readers:
-            self.eqns[i] = self.eqns[i].replace(invars=renamed(self.eqns[i].invars, names))
+            self.eqns[i] = reading(self.eqns[i], names)
 
     def step(self) -> TracedStep:
         ops: list[Op] = []
@@ -301,7 +301,7 @@ def _copies(
     names: dict[Var, Var] = {}
     for k, eqn in enumerate(eqns):
         outvars = [fresh_var(aval_of(result)) for result in eqn.outvars]
-        copies.append((eqn.replace(invars=renamed(renamed(eqn.invars, after_barrier), names), outvars=outvars), k))
+        copies.append((reading(reading(eqn, after_barrier), names).replace(outvars=outvars), k))
         names.update((v, copy) for v, copy in zip(eqn.outvars, outvars, strict=True) if v in copied)
     return copies, names
 
@@ -313,7 +313,3 @@ def barrier_of(values: Sequence[Var]) -> tuple[list[JaxprEqn], dict[Var, Var]]:
         return [], {}
     barrier, after_barrier = equations_for(lambda *xs: lax.optimization_barrier(xs), *arrays)
     return barrier, dict(zip(arrays, after_barrier, strict=True))
-
-
-def renamed(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
-    return [v if is_literal(v) else names.get(v, v) for v in atoms]

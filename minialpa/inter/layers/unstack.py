@@ -30,15 +30,7 @@ from minialpa.errors import VerifyError
 from minialpa.inter.layers.row_blocks import BlockedProgram, GroupKey, Owner, RowBlocks, block_layout
 from minialpa.inter.layers.stacks import BlockwiseEquation, Stacks, find_stacks
 from minialpa.ir.block import Block
-from minialpa.ir.equations import (
-    Atom,
-    aval_of,
-    fresh_var,
-    is_literal,
-    live_equations,
-    scan_counts,
-    shape_of,
-)
+from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, live_equations, renamed, scan_counts, shape_of
 from minialpa.ir.op import Op, Origin
 from minialpa.rules.factors import Reduction, combine
 from minialpa.rules.known_rules import factors_of
@@ -159,13 +151,9 @@ def _one_iteration(
 
 def _inline_body(program: BlockedProgram, body: Block, operands: Sequence[Atom], owner: Owner) -> list[Atom]:
     env: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
-
-    def read(v: Atom) -> Atom:
-        return v if is_literal(v) else env.get(v, v)
-
     for eqn in body.eqns:
-        env.update(zip(eqn.outvars, program.add_copy(eqn, [read(v) for v in eqn.invars], owner), strict=True))
-    return [read(v) for v in body.outvars]
+        env.update(zip(eqn.outvars, program.add_copy(eqn, renamed(eqn.invars, env), owner), strict=True))
+    return renamed(body.outvars, env)
 
 
 def _cut_barrier(program: BlockedProgram, eqn: JaxprEqn, origin: Origin) -> None:

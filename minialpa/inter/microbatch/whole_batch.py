@@ -15,7 +15,7 @@ from jax.extend.core import Var
 
 from minialpa.inter.microbatch.batching import AGGREGATE, batch_kinds
 from minialpa.inter.microbatch.split_step import LOOP, SplitStep, is_loop, operation
-from minialpa.ir.equations import Atom, aval_of, is_inexact, is_literal, operand_vars, reading
+from minialpa.ir.equations import Atom, aval_of, is_inexact, is_literal, operand_vars, reading, renamed
 from minialpa.ir.op import Op
 from minialpa.tracing.gradients import gradient_p
 from minialpa.tracing.new_equations import equations_for, unary_equation
@@ -53,7 +53,7 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
         micro_index=None,
         accumulators=(),
         concatenations=(),
-        outvars=tuple(atom if is_literal(atom) else copies.get(atom, atom) for atom in step.flat.outvars),
+        outvars=tuple(renamed(step.flat.outvars, copies)),
         batch_dims={var: kind for var, kind in kinds.items() if isinstance(kind, int)},
     )
 

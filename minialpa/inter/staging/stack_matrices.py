@@ -23,6 +23,7 @@ from minialpa.intra.strategies.sharing import shared_copies
 from minialpa.ir.block import Block
 from minialpa.ir.equations import all_equations, is_in_host, operand_vars, shape_of, sub_jaxprs
 from minialpa.ir.op import Op
+from minialpa.recognition.rewriting import with_named_results
 from minialpa.rules.expensive import is_contraction, is_decomposition
 from minialpa.support.disjoint_sets import DisjointSets
 from minialpa.support.divisors import divisors
@@ -322,8 +323,7 @@ def _as_one(updates: Sequence[_MatrixUpdate], n_repeated: int) -> list[Op]:
     for r, stack in enumerate(stacks):
         copying, copy = copy_of(stack)
         new, parts = equations_for(lambda x: list(jnp.unstack(x)), copy)
-        names = {part: update.results[r] for part, update in zip(parts, updates, strict=False)}
-        new = [eqn.replace(outvars=[names.get(v, v) for v in eqn.outvars]) for eqn in new]
-        eqns += [with_source_of(eqn, end) for eqn in (copying, *new)]
+        named, _ = with_named_results(new, parts[: len(updates)], [update.results[r] for update in updates])
+        eqns += [with_source_of(eqn, end) for eqn in (copying, *named)]
     segment = first.ops[0].segment
     return [Op(eqn, scope=name_stack(eqn), segment=segment) for eqn in eqns]
