@@ -10,7 +10,6 @@ of its own contractions (products), and values of other layers (inputs).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,10 +17,16 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.layers.remat import Layer, barrier_of, gradient_sums, layers_of, programs_of, rematerialise
-from minialpa.inter.microbatch.batching import batch_kinds
+from minialpa.inter.layers.remat import (
+    Layer,
+    StepRewrite,
+    barrier_of,
+    facts_of_values,
+    layers_of,
+    programs_of,
+    rematerialise,
+)
 from minialpa.ir.equations import Atom, aval_of, is_in_host, is_inexact, is_literal, operand_vars, reading
-from minialpa.ir.op import Op
 from minialpa.options import Remat
 from minialpa.rules.expensive import has_contraction
 from minialpa.tracing.new_equations import equations_for
@@ -41,7 +46,7 @@ def with_choices(
     return _Moves(recomputing, layer_of_group, remat, programs).step()
 
 
-class _Moves:
+class _Moves(StepRewrite):
     def __init__(
         self,
         traced: TracedStep,
@@ -49,17 +54,9 @@ class _Moves:
         remat: Sequence[Remat],
         programs: Sequence[Sequence[int]],
     ) -> None:
-        self.traced, self.remat = traced, remat
-        self.programs = programs_of(traced, layer_of_group, programs)
-        self.eqns = list(traced.flat.eqns)
-        self.inserted: dict[int, list[Op]] = defaultdict(list)  # by the operation before which they run
-        self.kinds = batch_kinds(traced, 1)
-        self.gradients = gradient_sums(traced, self.kinds)
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.readers: dict[Var, list[int]] = defaultdict(list)
-        for i, eqn in enumerate(self.eqns):
-            for v in dict.fromkeys(operand_vars(eqn)):
-                self.readers[v].append(i)
+        values = facts_of_values(traced)
+        super().__init__(traced, values.gradients, programs_of(traced, layer_of_group, programs))
+        self.kinds, self.readers, self.maker, self.remat = values.kinds, values.readers, traced.flat.made_by, remat
         layers = [
             (number, layer) for number, layer in layers_of(traced, layer_of_group) if layer.backward and layer.forward
         ]
@@ -71,11 +68,7 @@ class _Moves:
         for k, (number, layer) in enumerate(self.layers):
             if self.remat[number] in _MOVES_PRODUCTS:
                 self._move_values(layer, _MOVES_PRODUCTS[self.remat[number]], k)
-
-        ops: list[Op] = []
-        for i, op in enumerate(self.traced.flat.with_eqns(self.eqns).ops):
-            ops += [*self.inserted.get(i, ()), op]
-        return replace(self.traced, flat=replace(self.traced.flat, ops=tuple(ops)))
+        return super().step()
 
     def _values(self, layer: Layer, *, products: bool) -> Iterator[tuple[Var, int]]:
         """Each with the equation after which the copy starts."""
@@ -120,10 +113,7 @@ class _Moves:
         if end is not None:
             in_host = self._after_forward_barrier(in_host, end)
 
-        required = dict.fromkeys(self._cotangents(beside, start))
-        program = self.programs[layer.backward[0]]
-        for i in [i for i in self.gradients if i < start and self.programs[i] == program]:
-            required.update(dict.fromkeys(self.gradients.pop(i)))
+        required = self.awaited(beside, start)  # in the program of `layer`
         barrier, after_barrier = barrier_of([*in_host.values(), *required])
         moves: list[JaxprEqn] = []
         fetched: dict[Var, Var] = {}
@@ -131,28 +121,15 @@ class _Moves:
             move, fetched[v] = moved(after_barrier[copy], jax.memory.Space.Device)
             moves.append(move)
         self._insert(start, first, [*barrier, *moves])
-        self._rename(layer.backward, fetched)
+        self.rename(layer.backward, fetched)
         # XLA drops operands of barriers without readers.
-        self._rename([i for i in beside.backward if i >= start], {v: after_barrier[v] for v in required})
+        self.rename([i for i in beside.backward if i >= start], {v: after_barrier[v] for v in required})
 
     def _start(self, layer: Layer) -> int:
         """The first backward equation that reads a cotangent, or the first one."""
-        own = set(layer.backward)
-        return next(
-            (i for i in layer.backward if any(self._is_cotangent(v, own, i) for v in self._operands(i))),
-            layer.backward[0],
-        )
-
-    def _cotangents(self, layer: Layer, start: int) -> list[Var]:
-        own = set(layer.backward)
-        return [v for i in layer.backward for v in self._operands(i) if self._is_cotangent(v, own, start)]
-
-    def _is_cotangent(self, v: Var, own: set[int], start: int) -> bool:
-        made = self.maker.get(v, start)
-        return made < start and made not in own and self.traced.origins[made].direction == "backward"
-
-    def _operands(self, i: int) -> list[Var]:
-        return operand_vars(self.traced.flat.eqns[i])
+        own, eqns = set(layer.backward), self.traced.flat.eqns
+        reads = (i for i in layer.backward if any(self.is_cotangent(v, own, i) for v in operand_vars(eqns[i])))
+        return next(reads, layer.backward[0])
 
     def _after_forward_barrier(self, in_host: Mapping[Var, Var], end: int) -> dict[Var, Var]:
         """New names of the copies, for which forward equations from `end` wait."""
@@ -164,7 +141,7 @@ class _Moves:
         newest = max(carried, key=lambda v: self.maker[v])
         barrier, names = barrier_of([*in_host.values(), newest])
         self._insert(end, end - 1, barrier)
-        self._rename(later, {newest: names[newest]})
+        self.rename(later, {newest: names[newest]})
         for before, ops in self.inserted.items():
             if before > end:
                 self.inserted[before] = [replace(op, eqn=reading(op.eqn, {newest: names[newest]})) for op in ops]
@@ -173,10 +150,6 @@ class _Moves:
     def _insert(self, before: int, of: int, eqns: Sequence[JaxprEqn]) -> None:
         """of: the equation with the origin of the new ones."""
         self.inserted[before] += [replace(self.traced.flat.ops[of], eqn=eqn) for eqn in eqns]
-
-    def _rename(self, equations: Sequence[int], names: Mapping[Var, Var]) -> None:
-        for i in equations:
-            self.eqns[i] = reading(self.eqns[i], names)
 
 
 def moved(v: Atom, space: Any) -> tuple[JaxprEqn, Any]:

@@ -10,6 +10,7 @@ The README of the package has the values that a layer keeps, and the reasons for
 from __future__ import annotations
 
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,7 @@ def rematerialise(
     if all(choice == "none" for choice in remat):
         return traced
 
-    values = _facts_of_values(traced)
+    values = facts_of_values(traced)
     parts: list[tuple[Layer, _Recomputed, list[int]]] = []
     for number, layer in layers_of(traced, layer_of_group):
         for part in _separate_passes(layer) if remat[number] != "none" else ():
@@ -53,7 +54,7 @@ def rematerialise(
                 parts.append((part, recomputed, readers))
 
     # In the order of backward passes: gradient by gradient, from the last layer to the first.
-    rewrite = _StepRewrite(traced, values.gradients, programs_of(traced, layer_of_group, programs))
+    rewrite = StepRewrite(traced, values.gradients, programs_of(traced, layer_of_group, programs))
     for part, recomputed, readers in sorted(parts, key=lambda each: each[2][0]):
         rewrite.recompute(part, recomputed, readers)
     return rewrite.step()
@@ -77,33 +78,44 @@ def _readers_of_copies(traced: TracedStep, layer: Layer, recomputed: _Recomputed
     return [i for i in layer.backward if not copied.isdisjoint(operand_vars(traced.flat.eqns[i]))]
 
 
-class _StepRewrite:
+class StepRewrite:
+    """programs: of each equation. gradients: see `ValueFacts`; a barrier waits once for each."""
+
     def __init__(
         self, traced: TracedStep, gradients: Mapping[int, Sequence[Var]], programs: Sequence[tuple[int, int] | None]
     ) -> None:
-        self.traced, self.programs = traced, programs
-        self.weights = set(traced.flat.invars) - traced.examples
-        # Sums over examples of backward passes, by equation, before a barrier waits for them.
-        self.gradients = dict(gradients)
+        self.traced, self.programs, self.gradients = traced, programs, dict(gradients)
         self.eqns = list(traced.flat.eqns)
-        self.inserted: dict[int, list[Op]] = {}  # by the operation before which they run
+        self.inserted: dict[int, list[Op]] = defaultdict(list)  # by the operation before which they run
+
+    def is_cotangent(self, v: Var, layer: set[int], start: int) -> bool:
+        """Whether an earlier backward equation than `start`, of another layer, makes it. layer: backward equations."""
+        made = self.traced.flat.made_by.get(v, start)
+        return made < start and made not in layer and self.traced.origins[made].direction == "backward"
+
+    def awaited(self, layer: Layer, start: int) -> list[Var]:
+        """What a barrier before equation `start` waits for: cotangents of the layer, gradients of its program."""
+        own, program = set(layer.backward), self.programs[layer.backward[0]]
+        operands = (v for i in layer.backward for v in operand_vars(self.traced.flat.eqns[i]))
+        cotangents = [v for v in operands if self.is_cotangent(v, own, start)]
+        ended = [i for i in self.gradients if i < start and self.programs[i] == program]
+        return list(dict.fromkeys([*cotangents, *(gradient for i in ended for gradient in self.gradients.pop(i))]))
+
+    def rename(self, equations: Sequence[int], names: Mapping[Var, Var]) -> None:
+        for i in equations:
+            self.eqns[i] = reading(self.eqns[i], names)
 
     def recompute(self, layer: Layer, recomputed: _Recomputed, readers: Sequence[int]) -> None:
         """readers: the backward equations that read the copies."""
-        program = self.programs[layer.backward[0]]
-        ended = [i for i in self.gradients if i < readers[0] and self.programs[i] == program]
-        gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
-        required = dict.fromkeys([*cotangents_of(self.traced, layer, readers[0]), *gradients])
         eqns = [self.eqns[i] for i in recomputed.equations]
-        copies, names = _copies(
-            eqns, recomputed.copied(self.eqns), list(required), _weights_read_in_place(eqns, self.weights)
-        )
-        inserted = self.inserted.setdefault(readers[0], [])
+        in_place = _weights_read_in_place(eqns, set(self.traced.flat.invars) - self.traced.examples)
+        required = self.awaited(layer, readers[0])
+        copies, names = _copies(eqns, recomputed.copied(self.eqns), required, in_place)
         for copy, k in copies:
             original = self.traced.flat.ops[recomputed.equations[k]]
-            inserted.append(replace(original, eqn=copy, origin=replace(original.origin, direction="backward")))
-        for i in readers:
-            self.eqns[i] = reading(self.eqns[i], names)
+            origin = replace(original.origin, direction="backward")
+            self.inserted[readers[0]].append(replace(original, eqn=copy, origin=origin))
+        self.rename(readers, names)
 
     def step(self) -> TracedStep:
         ops: list[Op] = []
@@ -116,33 +128,35 @@ class _StepRewrite:
 
 
 @dataclass(frozen=True, slots=True)
-class _Values:
+class ValueFacts:
     """Facts about the values of a step.
 
     Attributes:
+        kinds: of a batch of all examples.
         readers: the equations that read each value.
         always_kept: reductions over the examples, and the operands of a maximum or minimum over them.
         gradients: by equation, the sums over examples that backward passes compute from per-example values.
     """
 
+    kinds: Kinds
     readers: dict[Var, list[int]]
     always_kept: frozenset[Var]
     gradients: dict[int, list[Var]]
 
 
-def _facts_of_values(traced: TracedStep) -> _Values:
-    readers: dict[Var, list[int]] = {}
+def facts_of_values(traced: TracedStep) -> ValueFacts:
+    readers: dict[Var, list[int]] = defaultdict(list)
     for i, eqn in enumerate(traced.flat.eqns):
         for operand in dict.fromkeys(operand_vars(eqn)):
-            readers.setdefault(operand, []).append(i)
+            readers[operand].append(i)
 
     kinds = batch_kinds(traced, 1)
     aggregates = {value for value, kind in kinds.items() if kind == AGGREGATE}
     always_kept = frozenset(aggregates | _compared_with_extremes(traced.flat.eqns, kinds))
-    return _Values(readers=readers, always_kept=always_kept, gradients=gradient_sums(traced, kinds))
+    return ValueFacts(kinds, readers, always_kept, _gradient_sums(traced, kinds))
 
 
-def gradient_sums(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
+def _gradient_sums(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
     """A transposed sum counts instead of the sum: compilers make no other."""
     gradients: dict[int, list[Var]] = {}
     maker: dict[Var, int] = {}
@@ -209,7 +223,7 @@ class _Recomputed:
         return {result for i in self.equations for result in eqns[i].outvars} - self.kept
 
 
-def _equations_to_recompute(traced: TracedStep, layer: Layer, choice: Remat, values: _Values) -> _Recomputed:
+def _equations_to_recompute(traced: TracedStep, layer: Layer, choice: Remat, values: ValueFacts) -> _Recomputed:
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
     outputs = {output for output in traced.flat.outvars if not is_literal(output)}
@@ -254,18 +268,6 @@ def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: Layer, recomputed: _R
 
 
 # ---- copies of equations ---------------------------------------------------------------------------------------------
-
-
-def cotangents_of(traced: TracedStep, layer: Layer, first: int) -> list[Var]:
-    own = set(layer.backward)
-    computed = {
-        result
-        for i, (eqn, origin) in enumerate(zip(traced.flat.eqns[:first], traced.origins, strict=False))
-        if origin.direction == "backward" and i not in own
-        for result in eqn.outvars
-    }
-    operands = (operand for i in layer.backward for operand in operand_vars(traced.flat.eqns[i]))
-    return [operand for operand in dict.fromkeys(operands) if operand in computed]
 
 
 def _weights_read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[Var]:
