@@ -173,11 +173,11 @@ class _Tiles:
             return lax.fori_loop(0, (after[-1] + self.length - 1) // self.length, visit_tile, carry)
 
 
-def _product_aval(lhs: Any, rhs: Any, *others: Any, summed: int, dtype: str, **_: Any) -> list[Any]:
+def product_aval(lhs: Any, rhs: Any, *others: Any, summed: int, dtype: str, **_: Any) -> list[Any]:
     return [new_aval((*lhs.shape[:3], rhs.shape[5 - summed]), np.dtype(dtype), (lhs, rhs, *others))]
 
 
-def _sum_aval(lhs: Any, rhs: Any, starts: Any, *others: Any, dtype: str, **_: Any) -> list[Any]:
+def sum_aval(lhs: Any, rhs: Any, starts: Any, *others: Any, dtype: str, **_: Any) -> list[Any]:
     shape = (lhs.shape[0], starts.shape[-1], lhs.shape[-1], rhs.shape[-1])
     return [new_aval(shape, np.dtype(dtype), (lhs, rhs, starts, *others))]
 
@@ -240,8 +240,8 @@ def _with(x: Any, n: int, at: int) -> tuple[int, ...]:
 
 
 for primitive, aval, fun in (
-    (grouped_product_p, _product_aval, product),
-    (grouped_sum_p, _sum_aval, sum_of_products),
+    (grouped_product_p, product_aval, product),
+    (grouped_sum_p, sum_aval, sum_of_products),
 ):
     primitive.multiple_results = True
     primitive.def_abstract_eval(aval)

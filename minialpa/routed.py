@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from minialpa.grouped import NEVER, product, sum_of_products
-from minialpa.support.private_jax import define_function, new_aval
+from minialpa.grouped import NEVER, product, product_aval, sum_aval, sum_of_products
+from minialpa.support.private_jax import define_function
 
 #: Operands: lhs [y x c k], rhs [y e k n], or [y e n k] if `summed` is 3, starts and ends [y x e], positions [c], and
 #: foreign_starts and foreign_ends [y x y*e]. Result: [y x c n] of `dtype`. n_rows: expected rows of c slots.
@@ -125,16 +125,7 @@ def on_devices(primitive: Primitive, devices: OwnerDevices) -> Callable[..., lis
     return functools.partial(_product if primitive is routed_product_p else _sum, devices)
 
 
-def _product_aval(lhs: Any, rhs: Any, *others: Any, summed: int, dtype: str, **_: Any) -> list[Any]:
-    return [new_aval((*lhs.shape[:3], rhs.shape[5 - summed]), np.dtype(dtype), (lhs, rhs, *others))]
-
-
-def _sum_aval(lhs: Any, rhs: Any, starts: Any, *others: Any, dtype: str, **_: Any) -> list[Any]:
-    shape = (lhs.shape[0], starts.shape[-1], lhs.shape[-1], rhs.shape[-1])
-    return [new_aval(shape, np.dtype(dtype), (lhs, rhs, starts, *others))]
-
-
-for primitive, aval in zip(PRIMITIVES, (_product_aval, _sum_aval), strict=True):
+for primitive, aval in zip(PRIMITIVES, (product_aval, sum_aval), strict=True):
     primitive.multiple_results = True
     primitive.def_abstract_eval(aval)
     primitive.def_impl(on_devices(primitive, OwnerDevices()))
