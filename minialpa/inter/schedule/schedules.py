@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -103,27 +104,23 @@ def _each_stage(order: Callable[[int, PipelineSize], tuple[Pass, ...]]) -> Calla
 
 
 def _one_forward_one_backward(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    """p - k - 1 forwards on stage k of p fill the later stages. Then each forward has a backward after it."""
-    return _alternate(_in_order("forward", stage, size), _in_order("backward", stage, size), size.n_stages - stage - 1)
+    """Forwards fill the later stages. Then each forward has a backward after it.
+
+    Over chunks (Narayanan et al., 2021, section 2.2), the bubble is 1/n_chunks of that of one chunk.
+    """
+    forward, backward = _in_order("forward", stage, size), _in_order("backward", stage, size)
+    n_warm_up = _n_warm_up(stage, size)
+    n_pairs = max(0, len(forward) - n_warm_up)
+    pairs = zip(forward[n_warm_up:], backward[:n_pairs], strict=True)
+    return (*forward[:n_warm_up], *(one for pair in pairs for one in pair), *backward[n_pairs:])
 
 
 def _gpipe(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     return _in_order("forward", stage, size) + _in_order("backward", stage, size)
 
 
-def _inference(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    """Forwards alone. A stage drops the activations of a micro-batch after the forward of its last chunk."""
-    return _in_order("forward", stage, size)
-
-
-def _interleaved(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    """1F1B over chunks (Narayanan et al., 2021, section 2.2). Its bubble is 1/n_chunks of the bubble of `1f1b`."""
-    forward, backward = _in_order("forward", stage, size), _in_order("backward", stage, size)
-    return _alternate(forward, backward, _n_warm_up(stage, size))
-
-
 def _n_warm_up(stage: int, size: PipelineSize) -> int:
-    """Forwards before the first backward: (p - k - 1) * 2 + (v - 1) * p for groups of p micro-batches."""
+    """Forwards before the first backward: p - k - 1; with v chunks, (p - k - 1) * 2 + (v - 1) * p for groups of p."""
     n_later = size.n_stages - stage - 1
     if size.n_chunks == 1:
         return n_later
@@ -147,12 +144,6 @@ def _in_order(kind: Kind, stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     chunks = size.chunks_of(stage)
     turns = chunks if kind == "forward" else chunks[::-1]
     return tuple(Pass(kind, chunk, micro_batch) for group in _groups(size) for chunk in turns for micro_batch in group)
-
-
-def _alternate(forward: tuple[Pass, ...], backward: tuple[Pass, ...], n_warm_up: int) -> tuple[Pass, ...]:
-    n_pairs = max(0, len(forward) - n_warm_up)
-    pairs = zip(forward[n_warm_up:], backward[:n_pairs], strict=True)
-    return (*forward[:n_warm_up], *(one for pair in pairs for one in pair), *backward[n_pairs:])
 
 
 def _zero_bubble(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
@@ -199,7 +190,7 @@ def _soon_weights(size: PipelineSize) -> Passes:
     """The order with least memory: each weights pass after its backward pass."""
     if size.is_v:
         return _zero_bubble_v(size)
-    whole = _RULES["1f1b-interleaved" if size.n_chunks > 1 else "1f1b"].order(size)
+    whole = _each_stage(_one_forward_one_backward)(size)
     return tuple(
         tuple(
             each
@@ -210,42 +201,35 @@ def _soon_weights(size: PipelineSize) -> Passes:
     )
 
 
+def _max_live_1f1b(stage: int, size: PipelineSize) -> int:
+    return min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches)
+
+
+def _max_live_zero_bubble(stage: int, size: PipelineSize) -> int:
+    return size.n_chunks * min(size.n_stages, size.n_micro_batches)
+
+
 _RULES: dict[str, _ScheduleRule] = {
-    "1f1b": _ScheduleRule(
-        order=_each_stage(_one_forward_one_backward),
-        max_live=lambda stage, size: min(size.n_stages - stage, size.n_micro_batches),
-    ),
+    "1f1b": _ScheduleRule(order=_each_stage(_one_forward_one_backward), max_live=_max_live_1f1b),
     "gpipe": _ScheduleRule(order=_each_stage(_gpipe), max_live=lambda stage, size: size.n_micro_batches),
+    # A stage drops the activations of a micro-batch after the forward of its last chunk.
     "inference": _ScheduleRule(
-        order=_each_stage(_inference),
+        order=_each_stage(partial(_in_order, "forward")),
         max_live=lambda stage, size: (size.n_chunks - 1) * max(map(len, _groups(size))) + 1,
         layouts=("one", "in turn", "v"),
         trains=False,
     ),
     "1f1b-interleaved": _ScheduleRule(
-        order=_each_stage(_interleaved),
-        max_live=lambda stage, size: min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches),
+        order=_each_stage(_one_forward_one_backward),
+        max_live=_max_live_1f1b,
         layouts=("one", "in turn"),
     ),
-    "zb-h1": _ScheduleRule(
-        order=_each_stage(_zero_bubble),
-        max_live=lambda stage, size: min(size.n_stages, size.n_micro_batches),
-        splits_backward=True,
-    ),
-    "zb-v": _ScheduleRule(
-        order=_zero_bubble_v,
-        max_live=lambda stage, size: size.n_chunks * min(size.n_stages, size.n_micro_batches),
-        layouts=("v",),
-        splits_backward=True,
-    ),
+    "zb-h1": _ScheduleRule(order=_each_stage(_zero_bubble), max_live=_max_live_zero_bubble, splits_backward=True),
+    "zb-v": _ScheduleRule(order=_zero_bubble_v, max_live=_max_live_zero_bubble, layouts=("v",), splits_backward=True),
     # Until a plan has `orders`.
     "zb": _ScheduleRule(
         order=_soon_weights,
-        max_live=lambda stage, size: (
-            size.n_chunks * min(size.n_stages, size.n_micro_batches)
-            if size.is_v
-            else min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches)
-        ),
+        max_live=lambda stage, size: (_max_live_zero_bubble if size.is_v else _max_live_1f1b)(stage, size),
         layouts=("one", "in turn", "v"),
         splits_backward=True,
     ),
