@@ -339,30 +339,25 @@ def _splits_dim(use: Use, dim: tuple[int, ...]) -> bool:
 
 
 def _operand_spec(factors: Factors, assignment: Assignment, k: int) -> Spec:
-    partial = []
-    for axis, use in enumerate(assignment):
-        if isinstance(use, PassedSum):
-            is_partial = k in use.operands
-        else:
-            # An operand that takes part once is zero on all devices but one.
-            is_sum = isinstance(use, int) and factors.reductions.get(use) == "sum"
-            is_partial = isinstance(use, int) and is_sum and factors.takes_part_once(use, k)
-        if is_partial:
-            partial.append(axis)
+    # An operand that takes part once is zero on all devices but one.
+    once = [factor for factor in _sums(factors) if factors.takes_part_once(factor, k)]
+    partial = [
+        axis
+        for axis, use in enumerate(assignment)
+        if (k in use.operands if isinstance(use, PassedSum) else use in once)
+    ]
     return _spec(factors.operands[k], assignment, partial)
 
 
 def _made_spec(factors: Factors, assignment: Assignment, r: int) -> Spec:
-    partial = []
-    for axis, use in enumerate(assignment):
-        if isinstance(use, PassedSum):
-            is_partial = True
-        else:
-            # Sums over both factors of a ring are complete.
-            is_partial = isinstance(use, int) and factors.is_partial(use, r) and factors.reductions[use] == "sum"
-        if is_partial:
-            partial.append(axis)
+    # Sums over both factors of a ring are complete.
+    summed = [factor for factor in _sums(factors) if factors.is_partial(factor, r)]
+    partial = [axis for axis, use in enumerate(assignment) if isinstance(use, PassedSum) or use in summed]
     return _spec(factors.results[r], assignment, partial)
+
+
+def _sums(factors: Factors) -> list[int]:
+    return [factor for factor, reduction in factors.reductions.items() if reduction == "sum"]
 
 
 def eager_reductions(
