@@ -332,11 +332,12 @@ class _Writer:
         capacity = min(n_rows, math.ceil(self.sharing.skew * n_rows / n_owners))
         return None if n_blocks == 1 else SlotShape(n_blocks, n_rows, n_groups, n_owners, capacity)
 
-    def _route_of(self, index: Atom, base: str) -> _Route | None:
-        """Whose order, or inverse, the index is a function of."""
+    def _route_of(self, index: Atom, base: str, n: int) -> _Route | None:
+        """The route whose order, or inverse, has the index as quotient, for equally many of its rows in each of n."""
         for route, name in self.places.values():
-            if name == base and self.tables[route].base_of(index) == base:
-                return route
+            if n and name == base and self.tables[route].base_of(index) == base:
+                k, rest = divmod(route.n_rows, n)
+                return route if not rest and self.tables[route].is_quotient(index, base, k) else None
         return None
 
     # ---- groups ------------------------------------------------------------------------------------------------------
@@ -421,17 +422,11 @@ class _Writer:
         array, index = eqn.invars
         if not is_lookup(eqn, gathers=True) or is_literal(array):
             return None
-        if array in self.rows:
-            route = self._route_of(index, "inverse")
-            rows = self.rows[array]
-            if route is not rows.route or rows.dim != 0 or not self.tables[route].is_quotient(index, "inverse", 1):
-                return None
-            return self._rows_out(eqn, rows, lambda out: out)
-        route = self._route_of(index, "order")
-        n = shape_of(array)[0]
-        if route is None or route.n_rows % n or not self.tables[route].is_quotient(index, "order", route.n_rows // n):
-            return None
-        return [eqn, *self._rows_in(eqn, route, array)]
+        rows = self.rows.get(array)
+        route = self._route_of(index, "order" if rows is None else "inverse", shape_of(array)[0])
+        if rows is None:
+            return None if route is None else [eqn, *self._rows_in(eqn, route, array)]
+        return self._rows_out(eqn, rows, lambda out: out) if route is rows.route and rows.dim == 0 else None
 
     def _scatter(self, eqn: JaxprEqn) -> list[JaxprEqn] | None:
         base, index, updates = eqn.invars
@@ -440,33 +435,21 @@ class _Writer:
         is_sum, n = eqn.primitive.name == "scatter-add", shape_of(base)[0]
         if is_sum and filled(base, self.producers) != 0:
             return None
-        if (inverse_of := self._permuted_by(eqn)) is not None:
-            self.places[self.values.of[eqn.outvars[0]]] = inverse_of, "inverse"
-            return [eqn]
-        if updates in self.rows:
-            return self._scatter_out(eqn, is_sum=is_sum)
-        route = self._route_of(index, "inverse")
-        if route is None or n != route.n_rows or not self.tables[route].is_quotient(index, "inverse", 1):
-            return None
-        return [eqn, *self._rows_in(eqn, route, updates)]
+        if self._maker_of(updates, "iota") is not None:
+            # In the order, it puts 0, 1, ...: its result is the inverse.
+            route = self._route_of(index, "order", n)
+            if route is not None and shape_of(base) == shape_of(updates) == (route.n_rows,):
+                self.places[self.values.of[eqn.outvars[0]]] = route, "inverse"
+                return [eqn]
+        if updates not in self.rows:
+            route = self._route_of(index, "inverse", n)
+            return None if route is None or n != route.n_rows else [eqn, *self._rows_in(eqn, route, updates)]
 
-    def _scatter_out(self, eqn: JaxprEqn, *, is_sum: bool) -> list[JaxprEqn] | None:
-        base, index, updates = eqn.invars
-        rows, route, n = self.rows[updates], self._route_of(index, "order"), shape_of(base)[0]
-        if route is not rows.route or rows.dim != 0 or route.n_rows % n:
+        rows, route = self.rows[updates], self._route_of(index, "order", n)
+        if route is not rows.route or rows.dim != 0 or not (is_sum or n == route.n_rows):
             return None
         k = route.n_rows // n
-        if not self.tables[route].is_quotient(index, "order", k) or not (is_sum or k == 1):
-            return None
         return self._rows_out(eqn, rows, lambda out: out if k == 1 else _sum_of(out.reshape(n, k, *out.shape[1:])))
-
-    def _permuted_by(self, eqn: JaxprEqn) -> _Route | None:
-        """In whose order it puts 0, 1, ..., if its result is the inverse."""
-        base, index, updates = eqn.invars
-        route = self._route_of(index, "order") if self._maker_of(updates, "iota") is not None else None
-        if route is None or shape_of(base) != (route.n_rows,) or shape_of(updates) != (route.n_rows,):
-            return None
-        return route if self.tables[route].is_quotient(index, "order", 1) else None
 
     def _rows_in(self, eqn: JaxprEqn, route: _Route, array: Atom) -> list[JaxprEqn]:
         """`array` has a row for each, or for several, rows of the order."""
