@@ -49,8 +49,7 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
         return plain()
 
     def run(known: CudnnAttention) -> list[jax.Array]:
-        out, logsumexp = cudnn_attention(_joined_heads(query), key, value, known)
-        results = [out.reshape(query.shape), logsumexp.transpose(0, 2, 1).reshape(query.shape[:-1])]
+        results = _results(query, key, value, known)
         return _unless_masked_weigh(known.is_causal, results[1], kind, key.shape[1], lambda: results, plain)
 
     return _with_kernel(run, plain, others, kind)
@@ -67,18 +66,11 @@ def differentiate(
     if not takes(query, key, value, kind) or {x.dtype for x in (out, out_bar)} != {query.dtype}:
         return plain()
 
-    def gradient(known: CudnnAttention) -> list[jax.Array]:
-        query_bar, *bars = cudnn_attention_gradient(
-            (_joined_heads(query), key, value),
-            _joined_heads(out),
-            logsumexp.reshape(*query.shape[:2], -1).transpose(0, 2, 1),
-            _joined_heads(out_bar),
-            known,
-        )
-        return [x.astype(dtype) for x, dtype in zip((query_bar.reshape(query.shape), *bars), dtypes, strict=True)]
-
     def run(known: CudnnAttention) -> list[jax.Array]:
-        compute = functools.partial(gradient, known)
+        def compute() -> list[jax.Array]:
+            bars = _cotangents(operands[:6], known)
+            return [x.astype(dtype) for x, dtype in zip(bars, dtypes, strict=True)]
+
         return _unless_masked_weigh(known.is_causal, logsumexp, kind, key.shape[1], compute, plain)
 
     return _with_kernel(run, plain, others, kind)
@@ -98,9 +90,8 @@ def add_keys(
     of_queries, _ = sums
 
     def run(known: CudnnAttention) -> Any:
-        out, logsumexp = cudnn_attention(_joined_heads(query), key, value, known)
-        logsumexp = logsumexp.transpose(0, 2, 1).reshape(query.shape[:-1])
-        found = blockwise.joined(of_queries, out.reshape(query.shape), logsumexp, n_keys), ()
+        out, logsumexp = _results(query, key, value, known)
+        found = blockwise.joined(of_queries, out, logsumexp, n_keys), ()
         return _unless_masked_weigh(known.is_causal, logsumexp, kind, n_keys, lambda: found, compute)
 
     def skip() -> Any:
@@ -126,14 +117,8 @@ def add_gradients(
     (query, out, logsumexp, _, out_bar, *query_at), (key, value, *key_at) = queries, keys
 
     def run(known: CudnnAttention) -> Any:
-        bars = cudnn_attention_gradient(
-            (_joined_heads(query), key, value),
-            _joined_heads(out),
-            logsumexp.reshape(*query.shape[:2], -1).transpose(0, 2, 1),
-            _joined_heads(out_bar),
-            known,
-        )
-        bars = (bars[0].reshape(query.shape),), tuple(bars[1:])
+        query_bar, *key_bars = _cotangents((query, key, value, out, logsumexp, out_bar), known)
+        bars = (query_bar,), tuple(key_bars)
         found = jax.tree.map(lambda total, bar: total + bar.astype(total.dtype), sums, bars)
         return _unless_masked_weigh(known.is_causal, logsumexp, kind, n_keys, lambda: found, compute)
 
@@ -230,9 +215,12 @@ def _unless_masked_weigh(
     then: Callable[[], Results],
     otherwise: Callable[[], Results],
 ) -> Results:
+    """`otherwise()` if a masked weight does not round to 0 in a query's sum, or is NaN."""
     if not has_masked or kind.masked_score == -math.inf:
         return then()
-    return _run_either(_masked_weigh_nothing(logsumexp, kind, n_keys), then, otherwise)
+    # A query whose largest visible score is m has a logsumexp of at most m + log(n_keys).
+    weigh_nothing = (logsumexp > kind.masked_score + NOTHING + math.log(n_keys)).all()
+    return _run_either(weigh_nothing, then, otherwise)
 
 
 def _run_either(condition: jax.Array, then: Callable[[], Results], otherwise: Callable[[], Results]) -> Results:
@@ -240,10 +228,20 @@ def _run_either(condition: jax.Array, then: Callable[[], Results], otherwise: Ca
     return results
 
 
-def _masked_weigh_nothing(logsumexp: jax.Array, kind: AttentionKind, n_keys: int) -> jax.Array:
-    """Whether masked weights round to 0 in each query's sum; false for NaN."""
-    # A query whose largest visible score is m has a logsumexp of at most m + log(n_keys).
-    return (logsumexp > kind.masked_score + NOTHING + math.log(n_keys)).all()
+def _results(query: jax.Array, key: jax.Array, value: jax.Array, known: CudnnAttention) -> list[jax.Array]:
+    """By cuDNN: out [b t g r d] and logsumexp [b t g r]."""
+    out, logsumexp = cudnn_attention(_joined_heads(query), key, value, known)
+    return [out.reshape(query.shape), logsumexp.transpose(0, 2, 1).reshape(query.shape[:-1])]
+
+
+def _cotangents(operands: Sequence[jax.Array], known: CudnnAttention) -> list[jax.Array]:
+    """By cuDNN, of query, key and value. operands: of `attention_gradient_p`, without positions."""
+    query, key, value, out, logsumexp, out_bar = operands
+    logsumexp = logsumexp.reshape(*query.shape[:2], -1).transpose(0, 2, 1)
+    query_bar, *bars = cudnn_attention_gradient(
+        (_joined_heads(query), key, value), _joined_heads(out), logsumexp, _joined_heads(out_bar), known
+    )
+    return [query_bar.reshape(query.shape), *bars]
 
 
 def _joined_heads(x: jax.Array) -> jax.Array:
