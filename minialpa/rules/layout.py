@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,12 @@ def _factors_of_move(eqn: JaxprEqn, table: FactorTable, operand: Dims, result: D
     return table.build(eqn, [operand], [result], linear="joint", linear_operands=(0,))
 
 
-def _local_shape(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    return dict(eqn.params, shape=results[0])
+def _local_sizes(name: str, eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+    """The parameter `name` is the shape of the result."""
+    return {**eqn.params, name: results[0]}
+
+
+_local_shape = partial(_local_sizes, "shape")
 
 
 @rule("broadcast_in_dim", localize=_local_shape)
@@ -196,11 +201,7 @@ def _block_until_aligned(
         n_left, n_right = (n_left * size, n_right) if pending is left else (n_left, n_right * size)
 
 
-def _local_reshape(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    return dict(eqn.params, new_sizes=results[0])
-
-
-@rule("reshape", localize=_local_reshape)
+@rule("reshape", localize=partial(_local_sizes, "new_sizes"))
 def _reshape(eqn: JaxprEqn) -> Factors:
     """`dimensions`, if given, transposes the operand first."""
     table = FactorTable()
@@ -215,25 +216,23 @@ def _reshape(eqn: JaxprEqn) -> Factors:
 # ---- parts of arrays -------------------------------------------------------------------------------------------------
 
 
-def _whole_or_blocked(
-    table: FactorTable, source: Sequence[int], target: Sequence[int], is_whole: Sequence[bool]
+def whole_or_blocked(
+    table: FactorTable, source: Sequence[int], target: Sequence[int], is_whole: Sequence[bool] | None = None
 ) -> tuple[Dims, Dims]:
+    """is_whole: whether each dimension passes unchanged; by default those of equal sizes."""
     pairs = []
+    is_whole = is_whole or [a == b for a, b in zip(source, target, strict=True)]
     for source_size, target_size, whole in zip(source, target, is_whole, strict=True):
         dim = table.dim(source_size, blocked=not whole)
         pairs.append((dim, dim if whole else table.dim(target_size, blocked=True)))
     return tuple(dim for dim, _ in pairs), tuple(dim for _, dim in pairs)
 
 
-def _are_equal(source: Sequence[int], target: Sequence[int]) -> list[bool]:
-    return [size == target_size for size, target_size in zip(source, target, strict=True)]
-
-
 @rule("pad")
 def _pad(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     is_whole = [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]
-    operand, result = _whole_or_blocked(table, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), is_whole)
+    operand, result = whole_or_blocked(table, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), is_whole)
     return table.build(eqn, [operand, ()], [result], linear="joint", linear_operands=(0, 1))
 
 
@@ -247,20 +246,16 @@ def _local_slice(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, 
 def _slice(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    operand, result = _whole_or_blocked(table, source, target, _are_equal(source, target))
+    operand, result = whole_or_blocked(table, source, target)
     return _factors_of_move(eqn, table, operand, result)
 
 
-def _local_dynamic_slice(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    return dict(eqn.params, slice_sizes=results[0])
-
-
-@rule("dynamic_slice", localize=_local_dynamic_slice)
+@rule("dynamic_slice", localize=partial(_local_sizes, "slice_sizes"))
 def _dynamic_slice(eqn: JaxprEqn) -> Factors:
     """The start of a whole dimension is clamped to 0, on a shard, too."""
     table = FactorTable()
     source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    operand, result = _whole_or_blocked(table, source, target, _are_equal(source, target))
+    operand, result = whole_or_blocked(table, source, target)
     return table.build(eqn, [operand, *(() for _ in eqn.invars[1:])], [result], linear="joint", linear_operands=(0,))
 
 
@@ -268,7 +263,7 @@ def _dynamic_slice(eqn: JaxprEqn) -> Factors:
 def _dynamic_update_slice(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     source, part = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
-    operand, update = _whole_or_blocked(table, source, part, _are_equal(source, part))
+    operand, update = whole_or_blocked(table, source, part)
     return table.build(
         eqn, [operand, update, *(() for _ in eqn.invars[2:])], [operand], linear="joint", linear_operands=(0, 1)
     )

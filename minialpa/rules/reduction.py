@@ -15,6 +15,7 @@ from minialpa.ir.equations import shape_of
 from minialpa.rules.common import FactorTable, n_elements
 from minialpa.rules.factors import Dims, Factors, Reduction
 from minialpa.rules.known_rules import rule
+from minialpa.rules.layout import whole_or_blocked
 
 _COMBINED: dict[str, Reduction] = {
     "reduce_and": "and",
@@ -165,12 +166,7 @@ def _is_trivial(eqn: JaxprEqn, i: int) -> bool:
 
 def _windowed_dims(table: FactorTable, eqn: JaxprEqn, large: Sequence[int], small: Sequence[int]) -> tuple[Dims, Dims]:
     """Of the array under the windows, and of the array with one element per window."""
-    pairs = []
-    for i, (size, n_windows) in enumerate(zip(large, small, strict=True)):
-        is_trivial = _is_trivial(eqn, i)
-        dim = table.dim(size, blocked=not is_trivial)
-        pairs.append((dim, dim if is_trivial else table.dim(n_windows, blocked=True)))
-    return tuple(dim for dim, _ in pairs), tuple(dim for _, dim in pairs)
+    return whole_or_blocked(table, large, small, [_is_trivial(eqn, i) for i in range(len(large))])
 
 
 def _window_flops(eqn: JaxprEqn, n_windows: int) -> float:
@@ -188,19 +184,13 @@ def _reduce_window(eqn: JaxprEqn) -> Factors:
     return table.build(eqn, operands, [result] * n_arrays, linear="joint", linear_operands=linear, flops=flops)
 
 
-@rule("select_and_scatter_add")
-def _select_and_scatter_add(eqn: JaxprEqn) -> Factors:
-    """Gradient of max pooling: (gradient of each window, array) -> gradient of the array."""
+@rule("select_and_gather_add", "select_and_scatter_add")
+def _max_pooling(eqn: JaxprEqn) -> Factors:
+    """Its tangent: (tangent of the array, array) -> tangent of each window; its gradient the other way around."""
     table = FactorTable()
-    array, windows = _windowed_dims(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.invars[0]))
-    flops = _window_flops(eqn, n_elements(eqn.invars[0]))
-    return table.build(eqn, [windows, array], [array], linear="joint", linear_operands=(0,), flops=flops)
-
-
-@rule("select_and_gather_add")
-def _select_and_gather_add(eqn: JaxprEqn) -> Factors:
-    """Tangent of max pooling: (tangent of the array, array) -> tangent of each window."""
-    table = FactorTable()
-    array, windows = _windowed_dims(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.outvars[0]))
-    flops = _window_flops(eqn, n_elements(eqn.outvars[0]))
-    return table.build(eqn, [array, array], [windows], linear="joint", linear_operands=(0,), flops=flops)
+    is_gradient = eqn.primitive.name == "select_and_scatter_add"
+    of_windows = eqn.invars[0] if is_gradient else eqn.outvars[0]
+    array, windows = _windowed_dims(table, eqn, shape_of(eqn.invars[1]), shape_of(of_windows))
+    flops = _window_flops(eqn, n_elements(of_windows))
+    first, result = (windows, array) if is_gradient else (array, windows)
+    return table.build(eqn, [first, array], [result], linear="joint", linear_operands=(0,), flops=flops)
