@@ -173,7 +173,8 @@ def _named_arguments(module: ModuleType, place: str, names: list[str], batch: _B
     values, sized = [], False
     for name in names:
         value, label = _attribute(module, place, name.strip()), f"{place}:{name.strip()}"
-        if _is_function(value):
+        # Modules of equinox, which are arguments, can be called too.
+        if callable(value) and (isinstance(value, functools.partial) or inspect.isroutine(inspect.unwrap(value))):
             function = _plain(value)
             sized = sized or _takes_batch_size(label, function)
             value = _call(label, function, batch)
@@ -197,11 +198,6 @@ def _spread(step: Callable[..., Any], args: list[Any]) -> tuple[Any, ...]:
         except (TypeError, ValueError):
             pass
     return tuple(args[0])
-
-
-def _is_function(value: Any) -> bool:
-    """Modules of equinox, which are arguments, can be called too."""
-    return callable(value) and (isinstance(value, functools.partial) or inspect.isroutine(inspect.unwrap(value)))
 
 
 def _is_parallelized(value: Any) -> bool:

@@ -295,7 +295,8 @@ def shard_picture(shape: tuple[int, ...], spec: Spec, devices: Sequence[int], k:
 
     holders: dict[tuple[int, int], list[int]] = {}
     for i in range(math.prod(shape)):
-        at = _coordinates(i, shape)
+        # Neighbours differ along the last axis.
+        at = tuple(i // math.prod(shape[axis + 1 :]) % n for axis, n in enumerate(shape))
         place = tuple(_part(spec, dim, at, shape) for dim in (row_dim, column_dim))
         holders.setdefault((place[0], place[1]), []).append(devices[i])
 
@@ -312,11 +313,6 @@ def shard_picture(shape: tuple[int, ...], spec: Spec, devices: Sequence[int], k:
 
 def _n_parts(spec: Spec, dim: int | None, shape: tuple[int, ...]) -> int:
     return 1 if dim is None else math.prod(shape[axis] for axis in spec.dims[dim])
-
-
-def _coordinates(device: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The last axis has neighbours."""
-    return tuple(device // math.prod(shape[axis + 1 :]) % n for axis, n in enumerate(shape))
 
 
 def _part(spec: Spec, dim: int | None, at: tuple[int, ...], shape: tuple[int, ...]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from minialpa.errors import meant
 from minialpa.plan import Plan
-from minialpa.plan.record import PlacedValue, PlannedCollective, PlannedOperator
+from minialpa.plan.record import PlacedValue
 from minialpa.plan.text import seconds_text, stage_text
 from minialpa.report.figures import bytes_of_value, bytes_on_mesh, other_share, stage_memory
 from minialpa.report.findings import findings
@@ -60,18 +60,10 @@ def argument_lines(plan: Plan, what: str) -> Iterator[str]:
 
 def operation_lines(plan: Plan, what: str) -> list[str]:
     text = what.removesuffix("/")
-    ops = operator_rows(plan, lambda k, op: text in _operator_key(op))
-    moves = collective_rows(plan, lambda one: text in _collective_key(one))
+    ops = operator_rows(plan, lambda k, op: text in f"{op.module} {op.line} {op.name} {operator_name(op.name)}")
+    moves = collective_rows(plan, lambda one: text in f"{one.module} {one.line} {one.kind} {one.array}")
     lines = ["Operators", *operator_table(ops, other_share(plan))] if ops else []
     return [*lines, "Communication", *collective_table(moves)] if moves else lines
-
-
-def _operator_key(op: PlannedOperator) -> str:
-    return f"{op.module} {op.line} {op.name} {operator_name(op.name)}"
-
-
-def _collective_key(one: PlannedCollective) -> str:
-    return f"{one.module} {one.line} {one.kind} {one.array}"
 
 
 def unknown_text(plan: Plan, what: str, topics: Sequence[str] = ()) -> str:

@@ -238,17 +238,13 @@ def _view(grid: _Grid, view: Key, outcomes: Sequence[CaseOutcome], first: Key, *
     unit, clusters = unit_of(outcomes), grid.options[_CLUSTER]
     charts = [rate_chart(outcomes, clusters, unit), cost_chart(outcomes, clusters, unit, dollars=cost)]
     return {
-        "pattern": _pattern(view, (_CLUSTER, _GPUS)),
+        "pattern": "-".join("*" if i in (_CLUSTER, _GPUS) else str(option) for i, option in enumerate(view)),
         "is_first": all(view[i] == first[i] for i in range(len(view)) if i not in (_CLUSTER, _GPUS)),
         "name": ", ".join([outcomes[0].case.model, *_situation(grid, view)]),
         "answers": [(what, _row(grid, grid.key(one.case), cost=cost)) for what, one in answers(outcomes)],
         "unit": unit,
         "charts": [chart for chart in charts if chart is not None],
     }
-
-
-def _pattern(key: Key, free: Sequence[int]) -> str:
-    return "-".join("*" if i in free else str(option) for i, option in enumerate(key))
 
 
 def _situation(grid: _Grid, key: Key) -> Iterator[str]:

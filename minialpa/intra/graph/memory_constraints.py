@@ -96,7 +96,7 @@ def demands_of(
         if usage.copy_of is not None:
             n_bytes = n_bytes * _differing_specs(choice, choices.get(usage.copy_of))
         if usage.if_gathered:
-            n_bytes = n_bytes * (n_shards < _most_shards(choices[usage.var], mesh_shape))
+            n_bytes = n_bytes * (n_shards < max(spec.n_shards(mesh_shape) for spec in choices[usage.var].specs))
         demands.append(Demand(var=usage.var, node=choice.node, n_bytes=n_bytes, start=usage.start, end=usage.end))
 
     return demands
@@ -107,10 +107,6 @@ def _differing_specs(copy: Choice, source: Choice | None) -> NDArray[np.bool_]:
     specs = source.specs if source else ()
     same = {*specs, *(Spec(spec.dims[1:], spec.partial) for spec in specs if spec.dims and not spec.dims[0])}
     return np.array([spec not in same for spec in copy.specs])
-
-
-def _most_shards(choice: Choice, mesh_shape: tuple[int, ...]) -> int:
-    return max(spec.n_shards(mesh_shape) for spec in choice.specs)
 
 
 def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tuple[NodeUsage, ...]:

@@ -55,7 +55,8 @@ class OptionConstraints:
     def input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
         """Raises UnevenBatchError."""
         replicated = (Spec.replicated(len(shape_of(var))),)
-        if is_extended(aval_of(var).dtype) or _is_raw_key(var):
+        # An old-style random key cannot be split.
+        if is_extended(aval_of(var).dtype) or (shape_of(var) == (2,) and aval_of(var).dtype == np.uint32):
             return replicated
 
         specs = tuple(specs_of(shape_of(var), self.mesh.shape))
@@ -193,11 +194,6 @@ def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tupl
     if option.data_parallel:
         return live
     return None if forced is None else tuple(axis for axis in live if axis == forced)
-
-
-def _is_raw_key(var: Var) -> bool:
-    """An old-style random key cannot be split."""
-    return shape_of(var) == (2,) and aval_of(var).dtype == np.uint32
 
 
 def _batch_option(option: AutoShardingOption) -> str:

@@ -92,7 +92,7 @@ class PlainEquations:
             return self._only_strategy(eqn, kind, is_given=not chosen)
 
         if self._reads_one_node(occurrence, chosen) and not _has_own_strategies(eqn, kind.factors):
-            is_sum = self._is_sum(eqn, kind.factors)
+            is_sum = "sum" in kind.factors.reductions.values() or any(var in self._sums for var in operand_vars(eqn))
             # A new node can finish a pending sum once for all readers; edges price it once per reader.
             if not is_sum or not any(map(self._facts.is_shared, eqn.outvars)):
                 self._sums.update(eqn.outvars if is_sum else ())
@@ -124,9 +124,6 @@ class PlainEquations:
         eqn, varied = occurrence.eqn, occurrence.varied
         sources = {None if k in varied else self._choice(eqn.invars[k]).node for k in chosen}
         return len(sources) == 1 and None not in sources
-
-    def _is_sum(self, eqn: JaxprEqn, factors: Factors) -> bool:
-        return "sum" in factors.reductions.values() or any(var in self._sums for var in operand_vars(eqn))
 
     def _optimizer_operands(self, eqn: JaxprEqn, factors: Factors, chosen: Sequence[int]) -> list[int]:
         """The operands from the first optimizer node that an elementwise equation can follow; some may be scalars.

@@ -82,7 +82,7 @@ def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
     live = tuple(axis for axis, length in enumerate(mesh_shape) if length > 1)
     for axes in itertools.chain.from_iterable(itertools.combinations(live, n) for n in range(1, len(live) + 1)):
         if set(axes) <= set(src.partial):
-            rest = _without_axes(src.partial, axes)
+            rest = tuple(axis for axis in src.partial if axis not in axes)
             # All pending axes at once: sums over one axis after the other would start alone.
             if not rest:
                 yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims))
@@ -109,10 +109,6 @@ def _steps_off(
         for to, dst in _onto_dims(axes, gathered, shape, mesh_shape):
             if to != dim:
                 yield ReshardStep(kind="all-to-all", axes=axes, src=src, dst=dst, dim=to, source=dim)
-
-
-def _without_axes(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
-    return tuple(axis for axis in axes if axis not in gone)
 
 
 def _onto_dims(
