@@ -66,14 +66,12 @@ def _with_new_equations(
     tasks: Sequence[Task], ops: Sequence[Op], new_tasks: Mapping[JaxprEqn, int]
 ) -> tuple[Task, ...]:
     """Tasks with their new equations, in the order of `ops`."""
-    eqns_of: dict[int, list[JaxprEqn]] = defaultdict(list)
-    members = {number: frozenset(tasks[number].eqns) for number in set(new_tasks.values())}
-    for op in ops:
-        for number, old_eqns in members.items():
-            if new_tasks.get(op.eqn) == number or op.eqn in old_eqns:
-                eqns_of[number].append(op.eqn)
+    members = {number: set(tasks[number].eqns) for number in new_tasks.values()}
+    for eqn, number in new_tasks.items():
+        members[number].add(eqn)
     return tuple(
-        replace(task, eqns=tuple(eqns_of[number])) if number in members else task for number, task in enumerate(tasks)
+        replace(task, eqns=tuple(op.eqn for op in ops if op.eqn in members[number])) if number in members else task
+        for number, task in enumerate(tasks)
     )
 
 
@@ -136,7 +134,8 @@ def _equal_updates(
         if None not in tasks and len(tasks) == 1 and _may_stack([op.eqn for op in inside]):
             update = _matrix_update(inside, n_reads, equal.get(task := tasks.pop(), {}))
             updates[task, update.key].append(update)
-    return [part for group in updates.values() if _differ(group) for part in _parts(group, n)]
+    differing = [group for group in updates.values() if len({update.given for update in group}) == len(group) > 1]
+    return [part for group in differing for part in _parts(group, n)]
 
 
 def _with_stacks(ops: Sequence[Op], joined: Sequence[_MatrixUpdate], stacked: Sequence[Op]) -> list[Op]:
@@ -290,10 +289,6 @@ def _parts(updates: Sequence[_MatrixUpdate], n: int) -> Iterator[Sequence[_Matri
 
 def _decomposes(update: _MatrixUpdate) -> bool:
     return any(is_decomposition(eqn) for op in update.ops for eqn in _with_bodies(op.eqn))
-
-
-def _differ(updates: Sequence[_MatrixUpdate]) -> bool:
-    return len({update.given for update in updates}) == len(updates) > 1
 
 
 # ---- updates as one --------------------------------------------------------------------------------------------------
