@@ -50,8 +50,9 @@ def or_mixed_choices(context: PlanningContext, best: Plan, cut: CutStep) -> Plan
         return best
     asking = context.reporting("refinements").asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
     stages = tuple(as_planned(stage, context.cluster, stage.layers) for stage in best.stages)
-    mixed = plan_of_mix(asking, cut, stages)
-    others = [mixed] if mixed is not None else _Attempts(asking, cut, stages).moving(best)
+    attempts = _Attempts(asking, cut, stages)
+    mixed = attempts.mix()
+    others = [mixed] if mixed is not None else attempts.moving(best)
     found: Plan = min([best, *others], key=preference)
     return dataclasses.replace(found, certificate=best.certificate)
 
@@ -125,10 +126,6 @@ class _Attempts:
             with contextlib.suppress(InfeasibleError):
                 yield plan_stages(self.context, self._layered(remat), self.stages)
 
-    @property
-    def _all(self) -> range:
-        return range(len(self.stages))
-
     def _may_move(self) -> bool:
         return all((s.candidate.device or self.context.cluster.device).host_bytes is not None for s in self.stages)
 
@@ -139,7 +136,7 @@ class _Attempts:
         placed = place_stages(self.context, self._layered(remat), self.stages)
         free: list[FreeSolution | None] = []
         meshes: list[SolvedMesh] = []
-        for mesh in self._all:
+        for mesh in range(len(self.stages)):
             try:
                 meshes.append(solve_mesh(self.context, placed, mesh, saves_memory=False))
                 free.append(meshes[-1].free)
