@@ -34,7 +34,6 @@ from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.loops import scan_body
 from minialpa.ir.equations import Atom, bytes_of, device_bytes_of, host_bytes_of, is_literal, operand_vars
 from minialpa.rules.expensive import has_contraction
-from minialpa.sharding import Spec
 
 Moments = Sequence[Sequence[int]]
 
@@ -109,10 +108,20 @@ def mesh_memory(
     *,
     compiler: Compiler,
 ) -> MeshMemory:
-    kept, n_of = _kept_variables(staged, mesh), staged.repeats.n_variables
+    kept, n_of, specs = _kept_variables(staged, mesh), staged.repeats.n_variables, sharding.specs
     temps, left = {True: 0.0, False: 0.0}, 0.0  # by `per_micro_batch`
     host_temp = 0.0
     largest: tuple[LargeTensor, ...] = ()
+
+    def local_bytes(v: Var, size: _Size) -> float:
+        return n_of(v) * size(v) / specs[v].n_shards(view.mesh.shape) if v in specs else 0.0
+
+    def kept_bytes(size: _Size) -> tuple[float, tuple[float, ...]]:
+        """Fixed, and for each count."""
+        by_count = [0.0] * kept.n_counts
+        for v, count in kept.residuals.items():
+            by_count[count] += local_bytes(v, size)
+        return sum(n * local_bytes(v, size) for v, n in kept.fixed.items()), tuple(by_count)
 
     # Tasks run one after the other, so the largest counts.
     for one, program in _distinct_programs(programs):
@@ -121,32 +130,27 @@ def mesh_memory(
         donated = (*donations(staged, task), *accumulators)
         memory = peak_bytes(program, donated, compiler=compiler)
         outputs = _output_bytes(program, donated, kept)
-        host_temp = max(host_temp, memory.host_temp_bytes + _passing_host_bytes(program, donated, kept))
-        gone = sum(n_of(v) * _local_bytes(v, sharding.specs, view) for v in one.summed_before)
+        gone = sum(local_bytes(v, device_bytes_of) for v in one.summed_before)
         extra = memory.temp_bytes + outputs + _argument_bytes(program, kept) - gone
+        passing = _output_bytes(program, donated, kept, host_bytes_of) + _argument_bytes(program, kept, host_bytes_of)
+        host_temp = max(host_temp, memory.host_temp_bytes + passing)
         if task.per_micro_batch and extra >= temps[True]:
             left = outputs
         if extra >= max(temps.values()):
             largest = memory.largest
         temps[task.per_micro_batch] = max(temps[task.per_micro_batch], extra)
 
-    fixed = sum(n * n_of(v) * _local_bytes(v, sharding.specs, view) for v, n in kept.fixed.items())
-    by_chunk = [0.0] * kept.n_counts
-    host_by_chunk = [0.0] * kept.n_counts
-    for v, chunk in kept.residuals.items():
-        by_chunk[chunk] += n_of(v) * _local_bytes(v, sharding.specs, view)
-        host_by_chunk[chunk] += n_of(v) * _local_bytes(v, sharding.specs, view, in_host=True)
+    fixed, by_count = kept_bytes(device_bytes_of)
+    host_fixed, host_by_count = kept_bytes(host_bytes_of)
     return MeshMemory(
         fixed_bytes=fixed,
-        kept_bytes=tuple(by_chunk),
+        kept_bytes=by_count,
         pass_temp_bytes=temps[True],
         update_temp_bytes=temps[False],
         left_bytes=left,
         largest=largest,
-        host_fixed_bytes=sum(
-            n * n_of(v) * _local_bytes(v, sharding.specs, view, in_host=True) for v, n in kept.fixed.items()
-        ),
-        host_kept_bytes=tuple(host_by_chunk),
+        host_fixed_bytes=host_fixed,
+        host_kept_bytes=host_by_count,
         host_temp_bytes=host_temp,
     )
 
@@ -262,11 +266,10 @@ def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
     results = {v for v in split.outvars if not is_literal(v)}
     tasks = staged.tasks_of(task.mesh)
     later = {v for t in tasks[tasks.index(task) + 1 :] for v in t.invars}
-    computed_once = {v for t in staged.tasks if not t.per_micro_batch for v in t.outvars} | set(staged.inputs)
-    read_next = (
-        computed_once if task.per_micro_batch and split.n_micro_batches > 1 else set()
-    )  # read by the next micro-batch
-    kept = foreign | results | later | read_next
+    kept = foreign | results | later
+    if task.per_micro_batch and split.n_micro_batches > 1:
+        # The next micro-batch reads what is computed once.
+        kept |= {v for t in staged.tasks if not t.per_micro_batch for v in t.outvars} | set(staged.inputs)
     return tuple(i for i, v in enumerate(task.invars) if v not in kept)
 
 
@@ -361,17 +364,8 @@ def _replacing_pairs(staged: StagedStep, task: Task, given: list[Var]) -> list[t
     """(donated argument of the step, result of this task that replaces it)."""
     traced = staged.split.traced
     made = set(task.outvars)
-    out = []
-    for atom, alias in zip(staged.split.outvars, traced.aliases, strict=True):
-        if alias is not None and not is_literal(atom) and atom in made and traced.flat.invars[alias] in given:
-            out.append((traced.flat.invars[alias], atom))
-    return out
-
-
-def _local_bytes(v: Var, specs: Mapping[Var, Spec], view: ShardedView, *, in_host: bool = False) -> float:
-    n_bytes = host_bytes_of(v) if in_host else device_bytes_of(v)
-    return n_bytes / specs[v].n_shards(view.mesh.shape) if v in specs else 0.0
-
-
-def _passing_host_bytes(program: ShardedEquations, donated: tuple[int, ...], kept: _KeptVariables) -> float:
-    return _output_bytes(program, donated, kept, host_bytes_of) + _argument_bytes(program, kept, host_bytes_of)
+    return [
+        (traced.flat.invars[alias], atom)
+        for atom, alias in zip(staged.split.outvars, traced.aliases, strict=True)
+        if alias is not None and not is_literal(atom) and atom in made and traced.flat.invars[alias] in given
+    ]
