@@ -23,7 +23,7 @@ from minialpa.errors import MinialpaError, ShardingError
 from minialpa.field_types import Count, check_value
 from minialpa.plan import PlacementSpec
 from minialpa.samples import ReadSamples, SampleBatches, UnreadArray
-from minialpa.session import running_session
+from minialpa.session import has_workers
 from minialpa.support.private_jax import api_boundaries
 
 OnRagged = Literal["fewer", "error", "drop"]
@@ -208,14 +208,9 @@ class MeshDriverDataLoader(DataLoader):
             n_samples=num_samples,
             batch_size=batch_size,
             repeats=repeat,
-            is_read_elsewhere=_has_workers,
+            is_read_elsewhere=has_workers,
         )
         super().__init__(batches, step, prefetch_size, on_ragged=on_ragged)
-
-
-def _has_workers() -> bool:
-    session = running_session()
-    return session is not None and session.runtime is not None
 
 
 def _check_arguments(step: Any, prefetch_size: Any, on_ragged: Any) -> None:

@@ -220,6 +220,11 @@ def running_session() -> Session | None:
     return _Current.session
 
 
+def has_workers() -> bool:
+    """Whether a session runs, on workers."""
+    return _Current.session is not None and _Current.session.runtime is not None
+
+
 def _ray_session(arguments: InitArguments) -> Session:
     # Ray is an optional dependency, and takes a second to import.
     try:

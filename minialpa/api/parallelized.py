@@ -58,7 +58,7 @@ from minialpa.plan import Plan
 from minialpa.pytrees import check_no_graph
 from minialpa.recognition.step import recognise
 from minialpa.rules.rule_check import check_registered_rules
-from minialpa.session import Session, current_session, running_session
+from minialpa.session import Session, current_session, has_workers, running_session
 from minialpa.sharding import bare_specs_over
 from minialpa.support.collection import collection_paused
 from minialpa.support.private_jax import NO_MESH, api_boundaries, under_mesh, warn
@@ -722,7 +722,7 @@ class ParallelizedFunc:
                 _explain_sizes(call.leaves, paths, [number == 1 for number in numbers], error)
             self._explain_mismatch(call, error)
             raise
-        check_registered_rules(traced.flat.eqns, on_default_device=_runs_here())
+        check_registered_rules(traced.flat.eqns, on_default_device=not has_workers())
         if known.batch != "auto":
             return traced
 
@@ -768,11 +768,6 @@ def _check_function(fun: Any) -> None:
 
 def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == "auto"
-
-
-def _runs_here() -> bool:
-    session = running_session()
-    return session is None or session.runtime is None
 
 
 def _default(option: dataclasses.Field[Any]) -> Any:
