@@ -145,18 +145,14 @@ def array_sizes(shape: str) -> Iterator[tuple[int, float]]:
     """(elements, bytes) of each array of a shape such as `f32[8,4]{1,0}` or a tuple of shapes."""
     for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape):
         n_elements = math.prod(int(size.lstrip("<=")) for size in dims.split(",") if size)
-        yield n_elements, n_elements * _dtype_bytes(dtype)
+        # The first number in a dtype's name is its bits (`bf16`, `f8e4m3fn`, `c64`).
+        bits = re.search(r"\d+", dtype)
+        yield n_elements, n_elements * (int(bits[0]) / 8 if bits else float(dtype == "pred"))
 
 
 def array_dims(shape: str) -> tuple[int, ...]:
     """`f32[8,4]{1,0}` gives (8, 4)."""
     return tuple(_numbers(shape[shape.index("[") : shape.index("]")]))
-
-
-def _dtype_bytes(dtype: str) -> float:
-    """Bytes of one element: the first number in a dtype's name is its bits (`bf16`, `f8e4m3fn`, `c64`)."""
-    bits = re.search(r"\d+", dtype)
-    return int(bits[0]) / 8 if bits else float(dtype == "pred")
 
 
 def parse_groups(attributes: str, n_devices: int) -> Groups:

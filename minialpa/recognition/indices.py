@@ -55,7 +55,8 @@ class Indices:
             # The name of another dimension would make two indices one.
             form = self.apart(form, set(self._free_names(form)) & set(axes))
             axes = tuple(own if label is None else label for label, own in zip(axes, form.axes, strict=True))
-            out.append(with_names(form, _changed_names(form.axes, axes)))
+            names = {a: b for a, b in zip(form.axes, axes, strict=True) if a is not None}
+            out.append(with_names(form, {a: b for a, b in names.items() if a != b}))
 
         named = check_apart(axes)
         if any(form.term.labels - named for form in out):
@@ -109,11 +110,6 @@ def check_apart(axes: Axes) -> set[Label]:
     if len(set(named)) != len(named):
         raise NoFormula
     return set(named)
-
-
-def _changed_names(old: Axes, new: Axes) -> dict[Label, Label]:
-    names = {a: b for a, b in zip(old, new, strict=True) if a is not None}
-    return {a: b for a, b in names.items() if a != b}
 
 
 # ---- numbers of arrays -----------------------------------------------------------------------------------------------

@@ -137,24 +137,17 @@ def _cut_into_blocks(
     whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer_of: Mapping[GroupKey, int]
 ) -> CutStep:
     cut = unstack(whole.plain, stacks, blocks)
-    of_group = _layers_of_groups(cut.groups, stacks, layer_of)
-    return CutStep(whole=whole, step=cut.step, of_group=of_group, row_blocks=blocks, groups=cut.groups)
-
-
-def _layers_of_groups(groups: Sequence[GroupKey], stacks: Stacks, layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
-    """The layer of each group, also of groups that `layer_of` lacks because its blocks were smaller.
-
-    Equations that prepare the weights of a whole stack go to its layer, constants to the layer of the next group.
-    """
+    # Equations that prepare the weights of a whole stack go to its layer, constants to the layer of the next group.
     layers: list[int] = []
     following = max(layer_of.values())
-    for group, first_row in reversed(groups):
+    for group, first_row in reversed(cut.groups):
         if (group, first_row) in layer_of:
             following = layer_of[group, first_row]
         elif group in stacks.weight_groups:
             following = layer_of[stacks.first_groups[stacks.weight_groups[group]], 0]
         layers.append(following)
-    return tuple(reversed(layers))
+    of_group = tuple(reversed(layers))
+    return CutStep(whole=whole, step=cut.step, of_group=of_group, row_blocks=blocks, groups=cut.groups)
 
 
 def _joined_sizes(

@@ -49,7 +49,8 @@ def rematerialise(
     for number, layer in layers_of(traced, layer_of_group):
         for part in _separate_passes(layer) if remat[number] != "none" else ():
             recomputed = _equations_to_recompute(traced, part, remat[number], values)
-            readers = _readers_of_copies(traced, part, recomputed)
+            copied = recomputed.copied(traced.flat.eqns)
+            readers = [i for i in part.backward if not copied.isdisjoint(operand_vars(traced.flat.eqns[i]))]
             if readers:
                 parts.append((part, recomputed, readers))
 
@@ -71,11 +72,6 @@ def programs_of(
         None if layer is None else (of_layer.get(layer, apart * (1 + layer)), origin.call)
         for layer, origin in zip(layers, traced.origins, strict=True)
     ]
-
-
-def _readers_of_copies(traced: TracedStep, layer: Layer, recomputed: _Recomputed) -> list[int]:
-    copied = recomputed.copied(traced.flat.eqns)
-    return [i for i in layer.backward if not copied.isdisjoint(operand_vars(traced.flat.eqns[i]))]
 
 
 class StepRewrite:

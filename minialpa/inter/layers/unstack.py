@@ -145,15 +145,11 @@ def _one_iteration(
 ) -> list[Atom]:
     """The results of a scan of one row, computed by its body. The first `n_plain` operands have no rows."""
     rows = [program.only_row(block, owner) for block in operands[n_plain:]]
-    results = _inline_body(program, body, [*operands[:n_plain], *rows], owner)
-    return [*results[:n_carry], *(program.as_block(row, owner) for row in results[n_carry:])]
-
-
-def _inline_body(program: BlockedProgram, body: Block, operands: Sequence[Atom], owner: Owner) -> list[Atom]:
-    env: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
+    env: dict[Var, Atom] = dict(zip(body.invars, [*operands[:n_plain], *rows], strict=True))
     for eqn in body.eqns:
         env.update(zip(eqn.outvars, program.add_copy(eqn, renamed(eqn.invars, env), owner), strict=True))
-    return renamed(body.outvars, env)
+    results = renamed(body.outvars, env)
+    return [*results[:n_carry], *(program.as_block(row, owner) for row in results[n_carry:])]
 
 
 def _cut_barrier(program: BlockedProgram, eqn: JaxprEqn, origin: Origin) -> None:

@@ -60,16 +60,10 @@ def fold(
             a, b = (None if is_literal(atom) else place.get(atom) for atom in operands)
             if a is not None and b is not None and kind_of_input(inputs[a]) == kind_of_input(inputs[b]):
                 leader_of[inputs[max(a, b)]] = leader_of[inputs[min(a, b)]]
-    return _folding(eqns, leaders, leader_of, times)
-
-
-def _folding(
-    eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Var, Var], times: Sequence[int]
-) -> Folding:
     total = Counter[int]()
     for leader, n in zip(leaders, times, strict=True):
         total[leader] += n
-    return Folding(tuple(leaders), total, inputs, _varied_operands(eqns, leaders, inputs, times))
+    return Folding(tuple(leaders), total, leader_of, _varied_operands(eqns, leaders, leader_of, times))
 
 
 def _varied_operands(
