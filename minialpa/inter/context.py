@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
@@ -42,6 +42,11 @@ _MOST_STAGED_BYTES = 2**29
 _MOST_PATHS = 8
 
 
+def _cache(n_equations: Callable[[Any], int]) -> Callable[[], Recent[Any]]:
+    """Makes a cache. n_equations: of a value."""
+    return lambda: Recent(_MOST_STAGED_BYTES, lambda value: EQUATION_BYTES * n_equations(value))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningContext:
     """One step to plan, the cluster, and the user's options.
@@ -66,23 +71,12 @@ class PlanningContext:
     report: Report
     below_s: float = math.inf
     shortens: bool = True
-    made: list[Plan] = dataclasses.field(default_factory=list)
-    cuts: Recent[CutStep | None] = dataclasses.field(
-        default_factory=lambda: Recent(
-            _MOST_STAGED_BYTES, lambda cut: EQUATION_BYTES * len(cut.step.flat.ops) if cut else 0
-        )
-    )
-    sublayered: Recent[SublayeredWhole] = dataclasses.field(
-        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda whole: EQUATION_BYTES * len(whole.where.sublayers))
-    )
-    staged: Recent[StagedStep] = dataclasses.field(
-        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda staged: EQUATION_BYTES * len(staged.split.ops))
-    )
-
-    proofs: Proofs = dataclasses.field(default_factory=dict)
-    in_slots: Recent[TracedStep] = dataclasses.field(
-        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda step: EQUATION_BYTES * len(step.flat.ops))
-    )
+    made: list[Plan] = field(default_factory=list)
+    cuts: Recent[CutStep | None] = field(default_factory=_cache(lambda cut: len(cut.step.flat.ops) if cut else 0))
+    sublayered: Recent[SublayeredWhole] = field(default_factory=_cache(lambda whole: len(whole.where.sublayers)))
+    staged: Recent[StagedStep] = field(default_factory=_cache(lambda staged: len(staged.split.ops)))
+    in_slots: Recent[TracedStep] = field(default_factory=_cache(lambda step: len(step.flat.ops)))
+    proofs: Proofs = field(default_factory=dict)
 
     @property
     def whole(self) -> LayeredStep:

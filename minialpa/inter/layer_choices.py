@@ -32,6 +32,7 @@ from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.user_stages import DecidedStage, as_planned
 from minialpa.options import MOVING, Remat
 from minialpa.plan import Plan
+from minialpa.plan.record import limit_bytes
 
 #: Most mixes that are solved. By choice: memory is nearly a sum over layers.
 _MOST_MIXES = 3
@@ -60,9 +61,7 @@ def or_mixed_choices(context: PlanningContext, best: Plan, cut: CutStep) -> Plan
 def _is_short_of_memory(plan: Plan) -> bool:
     if set(plan.remat) - {"none"}:
         return True
-    per_host = plan.cluster.devices_per_host
-    limits = [stage.option.limit_bytes(plan.cluster.device_of(stage.first_device // per_host)) for stage in plan.stages]
-    return any(stage.peak_bytes > _MUCH * (n or math.inf) for stage, n in zip(plan.stages, limits, strict=True))
+    return any(stage.peak_bytes > _MUCH * limit_bytes(plan, k) for k, stage in enumerate(plan.stages))
 
 
 def plan_of_mix(context: PlanningContext, cut: CutStep, stages: Sequence[DecidedStage]) -> Plan | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
-from collections.abc import Sequence
 from typing import Literal
 
 from minialpa.errors import InfeasibleError
@@ -15,11 +13,13 @@ from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.forward import balanced_runs, layer_flops
 from minialpa.inter.layers.layered_step import CutStep, layered_step, with_longer_scans
 from minialpa.inter.schedule.chunks import plan_chunks
-from minialpa.inter.schedule.schedules import live_counts, order_texts
+from minialpa.inter.schedule.schedules import KINDS, live_counts, order_texts
 from minialpa.inter.schedule.simulate import link_between, simulate
 from minialpa.inter.schedule.synthesis import ChunkWork, PipelineWork, synthesise
+from minialpa.inter.search.stage_memory import most_kept
 from minialpa.inter.search.user_stages import as_planned, layers_in
-from minialpa.plan import PassName, Plan, StagePlan
+from minialpa.plan import PassName, Plan
+from minialpa.plan.record import limit_bytes
 
 #: Other schedules are tried if the bubble is at least this part of the step. By choice: each try solves all stages.
 _LARGE_BUBBLE = 0.02
@@ -94,7 +94,7 @@ def or_synthesised(best: Plan) -> Plan:
 
     # The shardings stay: only the micro-batches in flight, and the wait of the stages, are others.
     stages = tuple(
-        dataclasses.replace(stage, peak_bytes=stage.fixed_bytes + _most_kept(stage, live_counts(made, k)))
+        dataclasses.replace(stage, peak_bytes=stage.fixed_bytes + most_kept(stage.kept_bytes, live_counts(made, k)))
         for k, stage in enumerate(best.stages)
     )
     cost = dataclasses.replace(
@@ -125,25 +125,14 @@ def _work_of(plan: Plan) -> PipelineWork:
     def work_of(chunk: int, stage: int) -> ChunkWork:
         kept, own = plan.stages[stage].kept_bytes, size.chunks_of(stage)
         until_backward, until_weights, after_backward = kept[own.index(chunk) :: len(own)]
+        forward_s, backward_s, weights_s = (seconds.get((kind, chunk), 0.0) for kind in KINDS)
         return ChunkWork(
-            seconds=(
-                seconds.get(("forward", chunk), 0.0),
-                seconds.get(("backward", chunk), 0.0),
-                seconds.get(("weights", chunk), 0.0),
-            ),
+            seconds=(forward_s, backward_s, weights_s),
             kept=(until_backward, until_weights, after_backward),
             sends_s=(sends_s("forward", chunk, chunk + 1), sends_s("backward", chunk, chunk - 1)),
         )
 
     chunks = tuple(itertools.starmap(work_of, enumerate(size.stage_of)))
-    return PipelineWork(size, chunks, tuple(_free_bytes(plan, stage) for stage in plan.stages))
-
-
-def _free_bytes(plan: Plan, stage: StagePlan) -> float:
-    """For micro-batches in flight."""
-    limit = stage.option.limit_bytes(plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host))
-    return math.inf if limit is None else max(limit, stage.peak_bytes) - stage.fixed_bytes
-
-
-def _most_kept(stage: StagePlan, moments: Sequence[Sequence[int]]) -> float:
-    return max(sum(n * size for n, size in zip(live, stage.kept_bytes, strict=True)) for live in moments)
+    # For micro-batches in flight.
+    free = (max(limit_bytes(plan, k), stage.peak_bytes) - stage.fixed_bytes for k, stage in enumerate(plan.stages))
+    return PipelineWork(size, chunks, tuple(free))

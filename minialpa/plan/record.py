@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.cluster import ClusterSpec, DeviceSpec, LogicalMesh
 from minialpa.cost import CollectiveKind
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
@@ -440,3 +440,13 @@ class PlanRecord:
     @property
     def output_specs(self) -> tuple[PlacementSpec, ...]:
         return tuple(value.placement() for value in self.outputs)
+
+
+def device_of(plan: PlanRecord, k: int) -> DeviceSpec:
+    """Each device of stage k."""
+    return plan.cluster.device_of(plan.stages[k].first_device // plan.cluster.devices_per_host)
+
+
+def limit_bytes(plan: PlanRecord, k: int) -> float:
+    """Of each device of stage k."""
+    return plan.stages[k].option.memory_limit_bytes or device_of(plan, k).memory_bytes

@@ -16,9 +16,9 @@ from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.schedule.timeline import StageTimeline, Timeline
 from minialpa.plan import Plan
 from minialpa.plan.check import PlanCheck
-from minialpa.plan.record import PlacedValue
+from minialpa.plan.record import PlacedValue, limit_bytes
 from minialpa.plan.text import ranges_text, seconds_text
-from minialpa.report.figures import limit_bytes, rate_name
+from minialpa.report.figures import rate_name
 from minialpa.report.rows import OperatorRow
 from minialpa.report.trace import compiled_plan
 from minialpa.runtime.steps.step_trace import FUNCTIONS, TaskTime

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from minialpa.cost import Collective
-from minialpa.plan.record import PlacedValue, PlannedCollective, PlannedOperator, PlanRecord
+from minialpa.plan.record import PlacedValue, PlannedCollective, PlannedOperator, PlanRecord, device_of, limit_bytes
 from minialpa.support.sizes import bytes_text
 from minialpa.tracing.arguments import argument_name
 
@@ -137,7 +137,7 @@ class Roofline:
 
 
 def roofline(plan: PlanRecord, k: int, op: PlannedOperator) -> Roofline:
-    device = plan.cluster.device_of(plan.stages[k].first_device // plan.cluster.devices_per_host)
+    device = device_of(plan, k)
     flops = op.flops / math.prod(n for _, n in op.split)
     intensity = flops / op.n_bytes if op.n_bytes else 0.0
     roof = min(device.flops_per_s(rate_name(plan, op.dtype)), intensity * device.memory_bandwidth)
@@ -214,12 +214,6 @@ def stage_memory(plan: PlanRecord, k: int) -> MemoryUse:
     }
     sizes = {kind: size for kind, size in parts.items() if size}
     return MemoryUse(sizes, stage.peak_bytes, limit_bytes(plan, k), stage.host_bytes)
-
-
-def limit_bytes(plan: PlanRecord, k: int) -> float | None:
-    stage = plan.stages[k]
-    device = plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host)
-    return stage.option.memory_limit_bytes or device.memory_bytes
 
 
 def bytes_on_mesh(value: PlacedValue, k: int, shape: tuple[int, ...]) -> float:

@@ -19,7 +19,7 @@ from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.schedule.timeline import Timeline
 from minialpa.plan import Plan
 from minialpa.plan.check import PlanCheck
-from minialpa.plan.record import StagePlan
+from minialpa.plan.record import StagePlan, limit_bytes
 from minialpa.plan.text import (
     certificate_text,
     count,
@@ -42,7 +42,6 @@ from minialpa.report.drawings import (
 from minialpa.report.figures import (
     MEMORY_KINDS,
     MemoryUse,
-    limit_bytes,
     other_share,
     stage_memory,
     throughput,

@@ -19,10 +19,10 @@ from typing import Any, assert_never
 import numpy as np
 from jax.sharding import NamedSharding
 
-from minialpa.cluster import DeviceSpec
 from minialpa.hlo import HloCollective, bytes_by_kind, collectives, seconds
 from minialpa.plan import Plan
 from minialpa.plan.check import FunctionCheck, PlanCheck, StageCheck
+from minialpa.plan.record import device_of, limit_bytes
 from minialpa.programs.mesh_program import MeshProgram, Receive, Relayout, Send
 from minialpa.programs.program import Accumulate, Free, Run
 from minialpa.sharding import abstract_mesh
@@ -61,7 +61,7 @@ def _stage_check(k: int, program: MeshProgram, compiled: Sequence[GpuProgram], p
     times = Counter(i.function for i in program.instructions if isinstance(i, Run | Accumulate))
     functions = [_function_check(program, i, made, times[i], plan, k) for i, made in enumerate(compiled)]
     return StageCheck(
-        limit_bytes=stage.option.memory_limit_bytes or _device_of(plan, k).memory_bytes,
+        limit_bytes=limit_bytes(plan, k),
         planned_bytes=stage.peak_bytes,
         compiled_bytes=peak_bytes,
         fullest=fullest_function,
@@ -77,10 +77,6 @@ def _stage_check(k: int, program: MeshProgram, compiled: Sequence[GpuProgram], p
     )
 
 
-def _device_of(plan: Plan, k: int) -> DeviceSpec:
-    return plan.cluster.device_of(plan.stages[k].first_device // plan.cluster.devices_per_host)
-
-
 def _function_check(
     program: MeshProgram, number: int, made: GpuProgram, times: int, plan: Plan, k: int
 ) -> FunctionCheck:
@@ -91,7 +87,7 @@ def _function_check(
     def seconds_of(one: HloCollective) -> float:
         return seconds([dataclasses.replace(one, times=1)], mesh)
 
-    found = timeline(made.text, seconds_of, _device_of(plan, k))
+    found = timeline(made.text, seconds_of, device_of(plan, k))
     return FunctionCheck(
         name=program.functions[number].name,
         times_per_step=times,

@@ -17,6 +17,7 @@ from minialpa.inter.staging.staged_step import bind_specs, final_specs
 from minialpa.inter.staging.tasks import StagedStep, remote_readers
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.plan import PlacedValue, Plan
+from minialpa.plan.record import device_of
 from minialpa.sharding import Spec
 
 
@@ -70,7 +71,7 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
 
     def programs_of(mesh: int) -> list[TaskProgram]:
         stage = plan.stages[mesh]
-        on_gpus = is_gpu(plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host))
+        on_gpus = is_gpu(device_of(plan, mesh))
         view = ShardedView(stage.mesh, stage.forbidden, stage.combined, adds_to_accumulators=on_gpus)
         return task_programs(staged, mesh, specs[mesh], equations[mesh], view, final_specs(staged, plan, mesh))
 

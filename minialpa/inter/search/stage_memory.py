@@ -48,6 +48,11 @@ def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
     return kept + (1 + _RESERVE) * temp + _RESERVE_BYTES
 
 
+def most_kept(kept_bytes: Sequence[float], moments: Moments) -> float:
+    """Of micro-batches in flight."""
+    return max(sum(n * size for n, size in zip(live, kept_bytes, strict=True)) for live in moments)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshMemory:
     """Bytes per device, as in the formula of the module.
@@ -77,13 +82,12 @@ class MeshMemory:
         return sum(self.kept_bytes)
 
     def peak_bytes(self, moments: Moments) -> float:
-        kept = max(sum(n * size for n, size in zip(live, self.kept_bytes, strict=True)) for live in moments)
-        return self.fixed_bytes + kept + self.temp_bytes
+        return self.fixed_bytes + most_kept(self.kept_bytes, moments) + self.temp_bytes
 
     def host_bytes(self, moments: Moments) -> float:
         """`peak_bytes` of the arrays in host memory."""
-        kept = (sum(n * size for n, size in zip(live, self.host_kept_bytes, strict=False)) for live in moments)
-        return self.host_fixed_bytes + max(kept, default=0.0) + self.host_temp_bytes
+        kept = most_kept(self.host_kept_bytes, moments) if self.host_kept_bytes else 0.0
+        return self.host_fixed_bytes + kept + self.host_temp_bytes
 
 
 @dataclass(frozen=True, slots=True)
