@@ -193,26 +193,21 @@ class MemoryCurve:
     """Bytes of each device of a stage over a step.
 
     path: of an SVG, 1000 wide and 100 high.
-    limit: height of the limit in percent; None if it is unknown or far above the picture.
+    limit: height of the limit in percent; None if it is far above the picture.
     """
 
     stage: int
     path: str
-    peak_bytes: float
     limit: float | None
-    limit_bytes: float | None
 
 
 def memory_curves(plan: Plan, timeline: Timeline) -> list[MemoryCurve]:
-    limits = [limit_bytes(plan, k) for k in range(len(plan.stages))]
     top = 1.12 * memory_scale(plan)
     return [
         MemoryCurve(
             stage=k,
             path=_area(_curve_points(stage, timeline.total_s, top)),
-            peak_bytes=plan.stages[k].peak_bytes,
-            limit=_height(limits[k], top),
-            limit_bytes=limits[k],
+            limit=100 * limit_bytes(plan, k) / top if limit_bytes(plan, k) <= top else None,
         )
         for k, stage in enumerate(timeline.stages)
     ]
@@ -221,12 +216,8 @@ def memory_curves(plan: Plan, timeline: Timeline) -> list[MemoryCurve]:
 def memory_scale(plan: Plan) -> float:
     """The limit, unless all stages are far below."""
     peak = max(1.0, *(stage.peak_bytes for stage in plan.stages))
-    limit = max(limit_bytes(plan, k) or 0.0 for k in range(len(plan.stages)))
+    limit = max(limit_bytes(plan, k) for k in range(len(plan.stages)))
     return limit if peak <= limit <= 4 * peak else peak
-
-
-def _height(n_bytes: float | None, top: float) -> float | None:
-    return None if n_bytes is None or n_bytes > top else 100 * n_bytes / top
 
 
 def _curve_points(stage: StageTimeline, total_s: float, top: float) -> list[tuple[int, float]]:

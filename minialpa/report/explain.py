@@ -89,10 +89,8 @@ def _communication_lines(plan: Plan) -> list[str]:
 def _memory_lines(plan: Plan) -> Iterator[str]:
     for k in range(len(plan.stages)):
         memory = stage_memory(plan, k)
-        limit = "" if memory.limit_bytes is None else f" of {bytes_text(memory.limit_bytes)}"
-        used = "" if memory.used is None else f" ({percent_text(memory.used)})"
-        parts = ", ".join(memory.texts)
-        yield f"Stage {k}: {bytes_text(memory.peak_bytes)}{limit} on each device{used}: {parts}"
+        of_limit = f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.limit_bytes)}"
+        yield f"Stage {k}: {of_limit} on each device ({percent_text(memory.used)}): {', '.join(memory.texts)}"
 
 
 def _operator_lines(plan: Plan) -> list[str]:

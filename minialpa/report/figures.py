@@ -179,7 +179,7 @@ class MemoryUse:
 
     parts: dict[str, float]
     peak_bytes: float
-    limit_bytes: float | None
+    limit_bytes: float
     host_bytes: float = 0.0
 
     @property
@@ -189,8 +189,8 @@ class MemoryUse:
         return [f"{kind} {bytes_text(size)}" for kind, size in parts.items() if size >= 1]
 
     @property
-    def used(self) -> float | None:
-        return self.peak_bytes / self.limit_bytes if self.limit_bytes else None
+    def used(self) -> float:
+        return self.peak_bytes / self.limit_bytes
 
 
 def stage_memory(plan: PlanRecord, k: int) -> MemoryUse:

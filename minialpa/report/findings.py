@@ -76,7 +76,7 @@ def findings(plan: Plan) -> list[Finding]:
 def _memory_findings(plan: Plan) -> Iterator[Finding]:
     for k in range(len(plan.stages)):
         memory = stage_memory(plan, k)
-        if memory.used is None or memory.used < 1 - _LITTLE_MEMORY or memory.limit_bytes is None:
+        if memory.used < 1 - _LITTLE_MEMORY:
             continue
         option = " (`memory_limit_bytes`)" if plan.stages[k].option.memory_limit_bytes else ""
         largest = max(memory.parts, key=lambda kind: memory.parts[kind])

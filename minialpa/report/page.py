@@ -219,10 +219,8 @@ def _breaks(text: str) -> Markup:
     return Markup(re.sub(r"([/\],])", r"\1<wbr>", str(escape(text))))
 
 
-def _of_text(part: float, whole: float | None) -> str:
+def _of_text(part: float, whole: float) -> str:
     """`25.9 of 80 GB`."""
-    if whole is None:
-        return bytes_text(part)
     small, large = bytes_text(part), bytes_text(whole)
     return f"{small.split()[0] if small.split()[1] == large.split()[1] else small} of {large}"
 
@@ -265,7 +263,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
     """(what, number, note)."""
     rates = throughput(plan)
     memory = [stage_memory(plan, k) for k in range(len(plan.stages))]
-    k = max(range(len(memory)), key=lambda k: memory[k].used or memory[k].peak_bytes)
+    k = max(range(len(memory)), key=lambda k: memory[k].used)
     tiles = [("step", _micro(seconds_text(plan.cost.total_s)), "predicted")]
     if rates.tokens is not None:
         tiles.append(("tokens per second", number_text(rates.tokens), ""))
@@ -274,11 +272,9 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
     if rates.utilisation is not None:
         peak = si_text(plan.cluster.device.flops_per_s(rates.dtype), "flop/s")
         tiles.append(("model FLOP utilisation", percent_text(rates.utilisation), f"of {peak} {rates.dtype}"))
-    used = "" if memory[k].used is None else percent_text(memory[k].used or 0.0)
     where = f"stage {k}, the fullest" if len(memory) > 1 else "of each device"
-    tiles.append(
-        ("memory", _of_text(memory[k].peak_bytes, memory[k].limit_bytes), ", ".join(filter(None, [used, where])))
-    )
+    used = f"{percent_text(memory[k].used)}, {where}"
+    tiles.append(("memory", _of_text(memory[k].peak_bytes, memory[k].limit_bytes), used))
     if memory[k].host_bytes:
         tiles.append(("host memory", bytes_text(memory[k].host_bytes), "for each device"))
     return tiles
@@ -428,7 +424,7 @@ def _alternative_rows(plan: Plan) -> Iterator[dict[str, Any]]:
 def _constraints(plan: Plan) -> Iterator[tuple[str, str]]:
     """(what, its value): memory limits, and options of stages that differ from their defaults."""
     limits = {limit_bytes(plan, k) for k in range(len(plan.stages))}
-    yield "memory limit", " or ".join(bytes_text(limit) for limit in sorted(filter(None, limits))) + " on each device"
+    yield "memory limit", " or ".join(bytes_text(limit) for limit in sorted(limits)) + " on each device"
     options: dict[tuple[str, str], list[int]] = {}
     for k, stage in enumerate(plan.stages):
         for name in stage.option.set_names:

@@ -152,8 +152,7 @@ def _stage_lines(plan: Plan, *, full: bool) -> list[str]:
     rows = [["", "devices", "layers", "micro-batch", "waiting", "update", "memory of a device"]]
     for k, stage in enumerate(plan.stages):
         memory = stage_memory(plan, k)
-        limit = "" if memory.limit_bytes is None else f" of {bytes_text(memory.limit_bytes)}"
-        bar = "" if memory.used is None else f" {_bar([min(1.0, memory.used)], '█', 10)}"
+        bar = _bar([min(1.0, memory.used)], "█", 10)
         last = stage.first_device + stage.n_devices - 1
         devices = f"{stage.first_device}" if stage.n_devices == 1 else f"{stage.first_device}-{last}"
         rows.append([
@@ -163,7 +162,7 @@ def _stage_lines(plan: Plan, *, full: bool) -> list[str]:
             seconds_text(stage.compute_s),
             seconds_text(stage.communication_s),
             seconds_text(stage.update_s),
-            f"{bytes_text(memory.peak_bytes)}{limit}{bar}",
+            f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.limit_bytes)} {bar}",
         ])  # fmt: skip
     lines = table(rows)
     hidden = 0 if full else max(0, len(plan.stages) - _MOST_STAGES)
@@ -173,7 +172,7 @@ def _stage_lines(plan: Plan, *, full: bool) -> list[str]:
 
 
 def _memory_lines(plan: Plan, *, full: bool) -> Iterator[str]:
-    fullest = max(range(len(plan.stages)), key=lambda k: stage_memory(plan, k).used or plan.stages[k].peak_bytes)
+    fullest = max(range(len(plan.stages)), key=lambda k: stage_memory(plan, k).used)
     for k in range(len(plan.stages)) if full else [fullest]:
         texts = stage_memory(plan, k).texts
         name = f" of stage {k}" if len(plan.stages) > 1 else ""
