@@ -180,15 +180,14 @@ class StepPlanner:
         try:
             return self._plan_for_batch(traced, options, make)
         except InfeasibleError as error:
-            relaxation = _relaxation(traced, error, is_first=is_first)
-            if relaxation is None:
+            # The devices may not divide the last batch of an epoch.
+            if is_first or not is_uneven(error):
                 raise
-            relax, what = relaxation
             try:
-                plan = self._plan_for_batch(traced, options, make, relax)
+                plan = self._plan_for_batch(traced, options, make, AutoShardingOption.for_any_batch)
             except InfeasibleError:
                 raise error from None
-            warn(f"{error} {what}")
+            warn(f"{error} This batch differs in shape from the first one, so it is planned without this split.")
             return plan
 
     def _plan_for_batch(
@@ -223,15 +222,6 @@ class StepPlanner:
             if where == [target.cluster, target.logical_mesh] and paths == traced.in_paths:
                 return plan
         return None
-
-
-def _relaxation(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -> tuple[Relax, str] | None:
-    """The constraint to drop after `error`, and the text of the warning; None if every constraint must hold."""
-    # The devices may not divide the last batch of an epoch.
-    if not is_first and is_uneven(error):
-        what = "This batch differs in shape from the first one, so it is planned without this split."
-        return AutoShardingOption.for_any_batch, what
-    return None
 
 
 def state_shapes(traced: TracedStep) -> Any:

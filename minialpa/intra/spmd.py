@@ -151,7 +151,7 @@ class _Shards(Generic[T]):
         else:
             run = self._run_balanced if chosen.is_balanced else self.ops.run
             made = run(eqn, factors, chosen, operands)
-        finish = eager_reductions(factors, chosen.operands, chosen.made, self.program.mesh.shape)
+        finish = eager_reductions(factors, chosen.operands, chosen.made)
         for v, shard, step, src, dst in zip(eqn.outvars, made, finish, chosen.made, chosen.results, strict=True):
             finished = shard if step is None else self.ops.move(shard, step, v)
             self.held[v, src] = finished

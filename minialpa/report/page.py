@@ -135,7 +135,7 @@ def page(plan: Plan, *, title: str = "", check: PlanCheck | None = None, measure
         memory_kinds=[(kind, kind, "") for kind in _kinds_of(memory)],
         memory_columns=[(kind, "num") for kind in _kinds_of(memory)],
         links=link_rows(plan),
-        transfers=list(_transfer_rows(plan, timeline)),
+        transfers=list(_transfer_rows(timeline)),
         collectives=collective_rows(plan),
         roofline=roofline_picture(plan, operators),
         device=plan.cluster.device.name,
@@ -370,7 +370,7 @@ def _memory_bar(memory: MemoryUse, whole: float) -> list[tuple[str, float, str]]
     return [(kind, size / whole, bytes_text(size)) for kind, size in memory.parts.items()]
 
 
-def _transfer_rows(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _transfer_rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     pairs = sorted({(one.source_stage, one.target_stage) for one in timeline.transfers})
     for source, target in pairs:
         own = [one for one in timeline.transfers if (one.source_stage, one.target_stage) == (source, target)]

@@ -316,7 +316,7 @@ def _candidates_of(
     """leave: the specs in which results may be left."""
     operands = tuple(_operand_spec(factors, assignment, k) for k in range(len(eqn.invars)))
     made = tuple(_made_spec(factors, assignment, r) for r in range(len(eqn.outvars)))
-    finish = tuple(eager_reductions(factors, operands, made, mesh_shape))
+    finish = tuple(eager_reductions(factors, operands, made))
     n_shares = _n_shares(factors, _splits(assignment, mesh_shape))
 
     for results in leave(made):
@@ -360,9 +360,7 @@ def _sums(factors: Factors) -> list[int]:
     return [factor for factor, reduction in factors.reductions.items() if reduction == "sum"]
 
 
-def eager_reductions(
-    factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: Shape
-) -> list[ReshardStep | None]:
+def eager_reductions(factors: Factors, operands: Sequence[Spec], made: Sequence[Spec]) -> list[ReshardStep | None]:
     """For each result, the all-reduce of a reduction that cannot wait, or None."""
     if all(reduction == "sum" for reduction in factors.reductions.values()):
         return [None] * len(made)

@@ -100,7 +100,7 @@ class _Schedule:
         self._n_bytes = [sum(sizes[v] for v in (*kernel.reads, *kernel.writes)) for kernel in kernels]
         maker = {v: number for number, kernel in enumerate(kernels) for v in kernel.writes}
         self._before = [{maker[v] for v in kernel.reads if v in maker} - {n} for n, kernel in enumerate(kernels)]
-        self._add_order_of_changes(maker)
+        self._add_order_of_changes()
 
         self._readers: dict[int, set[int]] = defaultdict(set)
         for number, kernels_before in enumerate(self._before):
@@ -124,18 +124,15 @@ class _Schedule:
             depths[number] = max((depths[k] + self._is_collective[k] for k in kernels_before), default=0)
         return depths
 
-    def _add_order_of_changes(self, maker: dict[int, int]) -> None:
+    def _add_order_of_changes(self) -> None:
         """Changes wait for earlier readers of the old value."""
         readers: dict[int, list[int]] = defaultdict(list)
         for number, kernel in enumerate(self._kernels):
             for v in kernel.reads:
                 readers[v].append(number)
         for number, kernel in enumerate(self._kernels):
-            if not kernel.in_place or kernel.alias is None:
-                continue
-            for other in readers[kernel.alias]:
-                if other < number:
-                    self._before[number].add(other)
+            if kernel.in_place and kernel.alias is not None:
+                self._before[number].update(other for other in readers[kernel.alias] if other < number)
 
     def kernels(self) -> list[Kernel]:
         while (number := self._next_kernel()) is not None:
