@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 
 import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
 from minialpa.errors import ShardingError, meant
-from minialpa.ir.equations import is_literal
 from minialpa.rules.factors import Reduction
 from minialpa.rules.known_rules import is_kernel, known_primitives, operation_name
 from minialpa.rules.notation import parse_rule
@@ -21,7 +21,7 @@ from minialpa.rules.registered import Flops, OpaqueFunction, ParamsOf, opaque_ca
 from minialpa.rules.rule_check import check_parts
 from minialpa.rules.sharding_rule import ShardingRule
 from minialpa.support.private_jax import api_boundary, argument_names, compiled_primitives, named_for_messages
-from minialpa.tracing.evaluation import eval_equation
+from minialpa.tracing.evaluation import eval_equation, eval_flat
 from minialpa.tracing.flattening import trace_flat
 
 
@@ -214,21 +214,19 @@ def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> t
         return fun(*own_args, **own_kwargs)
 
     flat, _ = trace_flat(named_for_messages(on_arrays, fun, argument_names(fun, args, kwargs)), *leaves)
-    env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
-    env.update(zip(flat.invars, leaves, strict=True))
-    checked: list[CheckedFactor] = []
-    n_kernels = 0
-    for eqn in flat.eqns:
-        operands = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+    checked: list[list[CheckedFactor]] = []
+
+    def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         results = eval_equation(eqn, operands)
         if is_kernel(eqn):
-            n_kernels += 1
             parts = check_parts(eqn, operands, results)
-            checked += [CheckedFactor(operation_name(eqn), dims, n) for dims, n in parts]
-        env.update(zip(eqn.outvars, results, strict=True))
-    if not n_kernels:
+            checked.append([CheckedFactor(operation_name(eqn), dims, n) for dims, n in parts])
+        return results
+
+    eval_flat(flat, leaves, evaluate)
+    if not checked:
         raise ShardingError(
             f"`{getattr(fun, '__name__', fun)}` runs no operation with a registered sharding rule outside of loops. "
             "Pass a function that calls the operation directly."
         )
-    return tuple(checked)
+    return tuple(itertools.chain.from_iterable(checked))
