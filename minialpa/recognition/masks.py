@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
+from minialpa.ir.equations import Atom, aval_of, is_literal, maker_of, shape_of
 from minialpa.recognition.terms import Axes, Label, Mask
 from minialpa.tracing.affine import Affine, combined, filled, stretched
 from minialpa.tracing.affine_programs import AffineProgram
@@ -181,7 +181,7 @@ class MaskReader:
 
     def _of_number(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
         """Booleans may be converted to numbers."""
-        eqn = None if is_literal(atom) else self.producers.get(atom)
+        eqn = maker_of(atom, self.producers)
         if eqn is None:
             return None
         inner = axes if eqn.primitive.name == "convert_element_type" else _operand_axes(eqn, axes)

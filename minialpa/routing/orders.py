@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, aval_of, is_literal, operand_vars, reading, shape_of
+from minialpa.ir.equations import Atom, aval_of, is_literal, maker_of, operand_vars, reading, shape_of
 from minialpa.recognition.rewriting import with_named_results
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.new_equations import EquationMaker
@@ -17,10 +17,9 @@ from minialpa.tracing.new_equations import EquationMaker
 
 def is_iota(atom: Atom, producers: Mapping[Atom, JaxprEqn]) -> bool:
     """0, 1, ..., or the same backwards."""
-    eqn = None if is_literal(atom) else producers.get(atom)
-    if eqn is not None and eqn.primitive.name == "rev":
+    if (eqn := maker_of(atom, producers, "rev")) is not None:
         return is_iota(eqn.invars[0], producers)
-    return eqn is not None and eqn.primitive.name == "iota" and len(shape_of(atom)) == 1
+    return maker_of(atom, producers, "iota") is not None and len(shape_of(atom)) == 1
 
 
 def sorted_by_gathers(
@@ -65,7 +64,7 @@ class Orders:
 
         def add(atoms: Sequence[Atom]) -> None:
             for one in atoms:
-                eqn = None if is_literal(one) else self.producers.get(one)
+                eqn = maker_of(one, self.producers)
                 if eqn in self.place:
                     waiting[self.place[eqn]] = eqn
 
@@ -83,8 +82,7 @@ class Orders:
         found: set[JaxprEqn] = set()
         waiting = [atom]
         while waiting:
-            one = waiting.pop()
-            made = None if is_literal(one) else self.producers.get(one)
+            made = maker_of(waiting.pop(), self.producers)
             if made is not None and made not in found and self.place.get(made, -1) > self.place[eqn]:
                 found.add(made)
                 waiting += operand_vars(made)
@@ -132,23 +130,22 @@ class Unrepeated:
 
     def _is_after_place(self, atom: Atom) -> bool:
         """Whether elements are 1 more than numbers of places, so never 0."""
-        eqn = None if is_literal(atom) else self.producers.get(atom)
-        if eqn is None or eqn.primitive.name != "add" or aval_of(atom).dtype.itemsize < np.dtype(np.int32).itemsize:
+        eqn = maker_of(atom, self.producers, "add")
+        if eqn is None or aval_of(atom).dtype.itemsize < np.dtype(np.int32).itemsize:
             return False
         place, one = eqn.invars
         return filled(one, self.producers) == 1 and self._is_place(place)
 
     def _is_place(self, atom: Atom) -> bool:
-        eqn = None if is_literal(atom) else self.producers.get(atom)
-        while eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape"):
-            eqn = None if is_literal(eqn.invars[0]) else self.producers.get(eqn.invars[0])
-        return eqn is not None and eqn.primitive.name == "iota"
+        while (eqn := maker_of(atom, self.producers, "broadcast_in_dim", "reshape")) is not None:
+            atom = eqn.invars[0]
+        return maker_of(atom, self.producers, "iota") is not None
 
 
 def filled(atom: Atom, producers: Mapping[Atom, JaxprEqn]) -> Any:
     """The number that an array is everywhere; None if unknown."""
-    eqn = None if is_literal(atom) else producers.get(atom)
-    value = eqn.invars[0] if eqn is not None and eqn.primitive.name == "broadcast_in_dim" else atom
+    eqn = maker_of(atom, producers, "broadcast_in_dim")
+    value = atom if eqn is None else eqn.invars[0]
     return np.asarray(value.val).item() if is_literal(value) and np.size(value.val) == 1 else None
 
 

@@ -37,6 +37,7 @@ from minialpa.ir.equations import (
     aval_of,
     is_literal,
     live_equations,
+    maker_of,
     operand_vars,
     reading,
     shape_of,
@@ -275,7 +276,7 @@ class _Writer:
         if number in self.places:
             return []
         if key is not None and key[1] == "order" and eqn.primitive.name == "sort":
-            if len(eqn.invars) == 2 and self._maker_of(eqn.invars[1], "iota") is not None:
+            if len(eqn.invars) == 2 and maker_of(eqn.invars[1], self.producers, "iota") is not None:
                 self.places[number] = key[0], "inverse"
             return []
         shape = self._shape(number, shape_of(order)[0]) if order in self.orders.of else None
@@ -344,8 +345,8 @@ class _Writer:
 
     def _sizes(self, starts: Atom, ends: Atom) -> Atom | None:
         """The sizes [g] whose sums are these bounds [1 1 g] (`tracing.ragged_products`)."""
-        after = self._maker_of(self._without_shape(ends), "cumsum")
-        before = self._maker_of(self._without_shape(starts), "sub")
+        after = maker_of(self._without_shape(ends), self.producers, "cumsum")
+        before = maker_of(self._without_shape(starts), self.producers, "sub")
         if after is None or before is None or after.params["reverse"]:
             return None
         sums, sizes = before.invars
@@ -355,37 +356,33 @@ class _Writer:
 
     def _without_shape(self, atom: Atom) -> Atom:
         shape = shape_of(atom)
-        made = self._maker_of(atom, "broadcast_in_dim")
+        made = maker_of(atom, self.producers, "broadcast_in_dim")
         if made is not None and shape[:-1] == (1, 1) and shape_of(made.invars[0]) == shape[-1:]:
             atom = made.invars[0]
-        made = self._maker_of(atom, "mul")
+        made = maker_of(atom, self.producers, "mul")
         if made is not None and is_literal(made.invars[0]) and made.invars[0].val == 1:
             return made.invars[1]
         return atom
-
-    def _maker_of(self, atom: Atom, name: str) -> JaxprEqn | None:
-        eqn = None if is_literal(atom) else self.producers.get(atom)
-        return eqn if eqn is not None and eqn.primitive.name == name else None
 
     def _counts(self, sizes: Atom, ids: int, bound: int, n: int) -> bool:
         """Whether element e of `sizes` is how many of n ids are e. ids: their number; they are below `bound`."""
         n_groups = shape_of(sizes)[0]
         while _has_integers(aval_of(sizes).dtype, n):
-            made = self._maker_of(sizes, "convert_element_type")
+            made = maker_of(sizes, self.producers, "convert_element_type")
             if made is None:
                 break
             sizes = made.invars[0]
         if bound > n_groups or not _has_integers(aval_of(sizes).dtype, n):
             return False
         tables = self._tables(lambda var: "ids" if self.values.of.get(var) == ids else None, bound)
-        if (made := self._maker_of(sizes, "reduce_sum")) is not None:
+        if (made := maker_of(sizes, self.producers, "reduce_sum")) is not None:
             return self._sums_units(made, tables, bound, n_groups)
-        made = self._maker_of(sizes, "scatter-add")
+        made = maker_of(sizes, self.producers, "scatter-add")
         return made is not None and self._adds_ones(made, tables, n_groups)
 
     def _sums_units(self, eqn: JaxprEqn, tables: Tables, bound: int, n_groups: int) -> bool:
         """Whether the sum is over the unit vector of each id."""
-        one_hot = self._maker_of(eqn.invars[0], "convert_element_type")
+        one_hot = maker_of(eqn.invars[0], self.producers, "convert_element_type")
         units = tables.read(one_hot.invars[0] if one_hot is not None else eqn.invars[0])
         is_matrix = eqn.params["axes"] == (0,) and len(shape_of(eqn.invars[0])) == 2
         return bool(is_matrix and units and units[::2] == ("ids", 0) and _is_unit(units.values, bound, n_groups))
@@ -399,7 +396,7 @@ class _Writer:
 
     def _bound(self, atom: Atom) -> int | None:
         """All elements are in range(bound)."""
-        eqn = None if is_literal(atom) else self.producers.get(atom)
+        eqn = maker_of(atom, self.producers)
         if eqn is None:
             return None
         name, shape = eqn.primitive.name, shape_of(eqn.invars[0]) if eqn.invars else ()
@@ -435,7 +432,7 @@ class _Writer:
         is_sum, n = eqn.primitive.name == "scatter-add", shape_of(base)[0]
         if is_sum and filled(base, self.producers) != 0:
             return None
-        if self._maker_of(updates, "iota") is not None:
+        if maker_of(updates, self.producers, "iota") is not None:
             # In the order, it puts 0, 1, ...: its result is the inverse.
             route = self._route_of(index, "order", n)
             if route is not None and shape_of(base) == shape_of(updates) == (route.n_rows,):
@@ -567,7 +564,7 @@ class _Writer:
 
     def _cut(self, eqn: JaxprEqn, atom: Atom, dim: int, c: int) -> tuple[list[JaxprEqn], Atom] | None:
         """An array whose rows are all alike, with `c` rows."""
-        producer = None if is_literal(atom) else self._maker_of(atom, "broadcast_in_dim")
+        producer = maker_of(atom, self.producers, "broadcast_in_dim")
         if producer is None:
             return None
         if dim in producer.params["broadcast_dimensions"]:
@@ -588,7 +585,7 @@ class _Writer:
         rows = [self.rows.get(atom) for atom in eqn.invars[: 2 if eqn.primitive is grouped_sum_p else 1]]
         found = [one for one in rows if one is not None and one.dim == 2]
         routes = {one.route for one in found}
-        sizes, positions = self._sizes(*eqn.invars[2:4]), self._maker_of(eqn.invars[4], "iota")
+        sizes, positions = self._sizes(*eqn.invars[2:4]), maker_of(eqn.invars[4], self.producers, "iota")
         is_whole = sizes is not None and positions is not None and shape_of(eqn.invars[0])[:2] == (1, 1)
         if len(found) < len(rows) or len(routes) != 1 or sizes is None or not is_whole:
             return []

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minialpa.ir.block import Block
-from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
+from minialpa.ir.equations import Atom, dtype_name, is_literal, maker_of, shape_of
 from minialpa.tracing.values import ValueNumbering, producers_of
 
 
@@ -39,8 +39,8 @@ def conditions(test: Block) -> list[Atom]:
     found, todo = [], list(test.outvars)
     while todo:
         atom = todo.pop()
-        eqn = None if is_literal(atom) else producers.get(atom)
-        if eqn is not None and eqn.primitive.name == "and" and not shape_of(atom):
+        eqn = maker_of(atom, producers, "and")
+        if eqn is not None and not shape_of(atom):
             todo += eqn.invars
         else:
             found.append(atom)
@@ -82,8 +82,8 @@ def counters(body: Block, n_carries: int) -> frozenset[int]:
     carries = body.invars[len(body.invars) - n_carries :]
     found = set()
     for i, (carry, new) in enumerate(zip(carries, body.outvars, strict=True)):
-        eqn = None if is_literal(new) else producers.get(new)
-        if eqn is None or eqn.primitive.name != "add" or not any(atom is carry for atom in eqn.invars):
+        eqn = maker_of(new, producers, "add")
+        if eqn is None or not any(atom is carry for atom in eqn.invars):
             continue
         # Narrow integers may wrap around.
         is_wide = dtype_name(carry) in ("int32", "int64", "uint32", "uint64")

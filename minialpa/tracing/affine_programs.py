@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, called, is_call, is_literal, scan_counts, shape_of
+from minialpa.ir.equations import Atom, called, is_call, is_literal, maker_of, scan_counts, shape_of
 from minialpa.tracing.affine import Affine, At, fits, of_constant, of_value
 from minialpa.tracing.affine_rules import RULES
 
@@ -92,8 +92,8 @@ class AffineProgram:
 
         # A `cond` returns zeros for residuals of branches that it does not take. The backward `cond` has the same
         # chooser, so the residuals that it reads come from the branch of the same number.
-        eqn = None if is_literal(outside.atom) else around.producers.get(outside.atom)
-        if self.branch is not None and eqn is not None and eqn.primitive.name == "cond":
+        eqn = maker_of(outside.atom, around.producers, "cond")
+        if self.branch is not None and eqn is not None:
             index, number = self.branch
             if eqn.invars[0] is index:
                 return _follow_branch(around, eqn, number, eqn.outvars.index(outside.atom), at)

@@ -23,6 +23,7 @@ from minialpa.ir.equations import (
     dtype_name,
     is_control_flow,
     is_literal,
+    maker_of,
     operand_vars,
     shape_of,
     with_bodies,
@@ -149,17 +150,13 @@ class _Iteration:
         return self.loop.carries(self.loop.body.invars)
 
     def source(self, atom: Atom) -> Atom:
-        while (eqn := self._producer(atom)) is not None and eqn.primitive.name == "copy":
+        while (eqn := maker_of(atom, self.producers, "copy")) is not None:
             atom = eqn.invars[0]
         return atom
 
     def made_by(self, primitive: str, atom: Atom) -> JaxprEqn | None:
         """The equation that computes `atom`, if it has this primitive."""
-        eqn = self._producer(self.source(atom))
-        return eqn if eqn is not None and eqn.primitive.name == primitive else None
-
-    def _producer(self, atom: Atom) -> JaxprEqn | None:
-        return None if is_literal(atom) else self.producers.get(atom)
+        return maker_of(self.source(atom), self.producers, primitive)
 
 
 def _and_of_flag(iteration: _Iteration, k: int) -> Atom | None:
