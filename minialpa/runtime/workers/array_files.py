@@ -170,14 +170,18 @@ def _tensorstore() -> Any:
 def _await_folder(folder: str, seconds: float) -> None:
     """Wait for a folder. Otherwise tensorstore would make one that only this host sees."""
     deadline = time.monotonic() + seconds
-    # Addresses such as gs://bucket/folder are the same for all hosts.
-    while not ("://" in folder or Path(folder).is_dir()):
+    while not _sees(folder):
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"A worker does not see the folder `{folder}`. Its host writes and reads its own shards: pass a folder "
                 "on a file system that this process and all hosts of the cluster share."
             )
         time.sleep(0.01)
+
+
+def _sees(folder: str) -> bool:
+    """Addresses such as gs://bucket/folder are the same for all hosts."""
+    return "://" in folder or Path(folder).is_dir()
 
 
 def _some_at_a_time(items: Iterable[T], n_bytes: Callable[[T], int]) -> Iterator[list[T]]:
