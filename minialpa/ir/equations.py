@@ -66,7 +66,7 @@ def renamed(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
 
 
 def maker_of(atom: Atom, producers: Mapping[Atom, JaxprEqn], *names: str) -> JaxprEqn | None:
-    """The equation that makes the value; None if there is none, or if its primitive is not one of `names`."""
+    """The equation that makes the value; None for an input, or if its primitive is not one of `names`."""
     eqn = None if is_literal(atom) else producers.get(atom)
     return eqn if eqn is None or not names or eqn.primitive.name in names else None
 

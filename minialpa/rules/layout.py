@@ -219,7 +219,7 @@ def _reshape(eqn: JaxprEqn) -> Factors:
 def whole_or_blocked(
     table: FactorTable, source: Sequence[int], target: Sequence[int], is_whole: Sequence[bool] | None = None
 ) -> tuple[Dims, Dims]:
-    """is_whole: whether each dimension passes unchanged; by default those of equal sizes."""
+    """is_whole: whether each dimension passes unchanged; by default, if its sizes are equal."""
     pairs = []
     is_whole = is_whole or [a == b for a, b in zip(source, target, strict=True)]
     for source_size, target_size, whole in zip(source, target, is_whole, strict=True):

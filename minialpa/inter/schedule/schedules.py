@@ -106,7 +106,7 @@ def _each_stage(order: Callable[[int, PipelineSize], tuple[Pass, ...]]) -> Calla
 def _one_forward_one_backward(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     """Forwards fill the later stages. Then each forward has a backward after it.
 
-    Over chunks (Narayanan et al., 2021, section 2.2), the bubble is 1/n_chunks of that of one chunk.
+    Over chunks (Narayanan et al., 2021, section 2.2), the bubble is 1/n_chunks of the bubble with one chunk.
     """
     forward, backward = _in_order("forward", stage, size), _in_order("backward", stage, size)
     n_warm_up = _n_warm_up(stage, size)
