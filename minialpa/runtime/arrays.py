@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,23 @@ def dtype_named(name: str) -> Any:
     return ArrayType((), "uint32", name[4:-1]).jax_dtype if name.startswith("key<") else jnp.dtype(name)
 
 
-class BlockedArray(RemoteArray):
+class _ArrayOfParts(RemoteArray):
+    """Its parts are `stored_as`."""
+
+    def block_until_ready(self) -> Self:
+        for part in self.stored_as:
+            part.block_until_ready()
+        return self
+
+    def is_deleted(self) -> bool:
+        return any(part.is_deleted() for part in self.stored_as)
+
+    def delete(self) -> None:
+        for part in self.stored_as:
+            part.delete()
+
+
+class BlockedArray(_ArrayOfParts):
     """An array in `blocks` of rows (dimension 0), each on its own devices or workers.
 
     `np.asarray` and `jax.device_get` fetch it; `jnp.asarray` joins it on the devices of its first block. Parallelized
@@ -86,22 +102,10 @@ class BlockedArray(RemoteArray):
             array.copy_to_host_async()
         prefetch([block for array in arrays for block in array.blocks])
 
-    def block_until_ready(self) -> BlockedArray:
-        for block in self.blocks:
-            block.block_until_ready()
-        return self
-
     def copy_to_host_async(self) -> None:
         for block in self.blocks:
             if isinstance(block, jax.Array):
                 block.copy_to_host_async()
-
-    def is_deleted(self) -> bool:
-        return any(block.is_deleted() for block in self.blocks)
-
-    def delete(self) -> None:
-        for block in self.blocks:
-            block.delete()
 
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(self.rows(0, self.shape[0]))
@@ -125,7 +129,7 @@ class BlockedTarget:
 MicroRows = tuple[int, int, int] | None
 
 
-class MicroBatchedArray(RemoteArray):
+class MicroBatchedArray(_ArrayOfParts):
     """A leaf of a batch on devices or workers, in the rows of each micro-batch.
 
     A step with these micro-batches reads the rows in place; any other step reads the whole value.
@@ -174,18 +178,6 @@ class MicroBatchedArray(RemoteArray):
     @classmethod
     def _fetch_all(cls, arrays: Sequence[Any]) -> None:
         prefetch([part for array in arrays for part in array.stored_as])
-
-    def block_until_ready(self) -> MicroBatchedArray:
-        for part in self.stored_as:
-            part.block_until_ready()
-        return self
-
-    def is_deleted(self) -> bool:
-        return any(part.is_deleted() for part in self.stored_as)
-
-    def delete(self) -> None:
-        for part in self.stored_as:
-            part.delete()
 
 
 def cover_all_rows(parts: Collection[MicroRows], shape: Sequence[int]) -> bool:
