@@ -25,17 +25,9 @@ from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import rule
 
 
-@rule("minialpa_grouped_product", "minialpa_routed_product")
-def _product(eqn: JaxprEqn) -> Factors:
-    return _factors(eqn, is_sum=False)
-
-
-@rule("minialpa_grouped_sum", "minialpa_routed_sum")
-def _sum(eqn: JaxprEqn) -> Factors:
-    return _factors(eqn, is_sum=True)
-
-
-def _factors(eqn: JaxprEqn, *, is_sum: bool) -> Factors:
+@rule("minialpa_grouped_product", "minialpa_routed_product", "minialpa_grouped_sum", "minialpa_routed_sum")
+def _grouped(eqn: JaxprEqn) -> Factors:
+    is_sum = eqn.primitive.name in ("minialpa_grouped_sum", "minialpa_routed_sum")
     lhs, rhs, bounds = map(shape_of, eqn.invars[:3])
     table, of_foreign = FactorTable(), [shape_of(atom) for atom in eqn.invars[5:6]]
     b = table.dim(lhs[0])

@@ -100,39 +100,22 @@ def _dims_joined_along(table: FactorTable, shapes: Sequence[tuple[int, ...]], ax
     return [(*common[:axis], table.dim(shape[axis], blocked=True), *common[axis:]) for shape in shapes]
 
 
-@rule("concatenate")
+@rule("concatenate", "split")
 def _concatenate(eqn: JaxprEqn) -> Factors:
-    table = FactorTable()
-    *operands, result = _dims_joined_along(
-        table, [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)], eqn.params["dimension"]
-    )
-    return table.build(eqn, operands, [result], linear="joint", linear_operands=range(len(operands)))
+    table, n = FactorTable(), len(eqn.invars)
+    axis = eqn.params["dimension" if eqn.primitive.name == "concatenate" else "axis"]
+    dims = _dims_joined_along(table, [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)], axis)
+    return table.build(eqn, dims[:n], dims[n:], linear="joint", linear_operands=range(n))
 
 
-@rule("split")
-def _split(eqn: JaxprEqn) -> Factors:
-    table = FactorTable()
-    operand, *results = _dims_joined_along(
-        table, [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)], eqn.params["axis"]
-    )
-    return table.build(eqn, [operand], results, linear="joint", linear_operands=(0,))
-
-
-@rule("stack")
+@rule("stack", "unstack")
 def _stack(eqn: JaxprEqn) -> Factors:
-    table = FactorTable()
-    axis, part = eqn.params["axis"], table.dims(shape_of(eqn.invars[0]))
-    result = (*part[:axis], table.dim(len(eqn.invars), blocked=True), *part[axis:])
-    operands = [part for _ in eqn.invars]
-    return table.build(eqn, operands, [result], linear="joint", linear_operands=range(len(operands)))
-
-
-@rule("unstack")
-def _unstack(eqn: JaxprEqn) -> Factors:
-    table = FactorTable()
-    axis, part = eqn.params["axis"], table.dims(shape_of(eqn.outvars[0]))
-    operand = (*part[:axis], table.dim(len(eqn.outvars), blocked=True), *part[axis:])
-    return table.build(eqn, [operand], [part for _ in eqn.outvars], linear="joint", linear_operands=(0,))
+    table, axis = FactorTable(), eqn.params["axis"]
+    atoms = eqn.invars if eqn.primitive.name == "stack" else eqn.outvars
+    part = table.dims(shape_of(atoms[0]))
+    parts, whole = [part for _ in atoms], [(*part[:axis], table.dim(len(atoms), blocked=True), *part[axis:])]
+    operands, results = (parts, whole) if eqn.primitive.name == "stack" else (whole, parts)
+    return table.build(eqn, operands, results, linear="joint", linear_operands=range(len(operands)))
 
 
 def _iota_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:

@@ -45,23 +45,14 @@ def _blocked_axes(table: FactorTable, shape: tuple[int, ...], axes: Iterable[int
     return tuple(table.dim(size, blocked=i in blocked) for i, size in enumerate(shape))
 
 
-@rule("argmax", "argmin")
+@rule("argmax", "argmin", "reduce")
 def _reduce_whole(eqn: JaxprEqn) -> Factors:
+    """`reduce` has n arrays and n scalar initial values, combined by a function of the user."""
     table = FactorTable()
-    axes = set(eqn.params["axes"])
-    operand = _blocked_axes(table, shape_of(eqn.invars[0]), axes)
-    result = tuple(dim for i, dim in enumerate(operand) if i not in axes)
-    return table.build(eqn, [operand], [result], flops=float(n_elements(eqn.invars[0])))
-
-
-@rule("reduce")
-def _reduce_generic(eqn: JaxprEqn) -> Factors:
-    """n arrays and n scalar initial values, combined by a function of the user."""
-    table = FactorTable()
-    n_arrays, axes = len(eqn.invars) // 2, set(eqn.params["dimensions"])
+    n_arrays, axes = len(eqn.outvars), set(eqn.params["dimensions" if eqn.primitive.name == "reduce" else "axes"])
     array = _blocked_axes(table, shape_of(eqn.invars[0]), axes)
     result = tuple(dim for i, dim in enumerate(array) if i not in axes)
-    operands: list[Dims] = [array] * n_arrays + [()] * n_arrays
+    operands: list[Dims] = [array] * n_arrays + [()] * (len(eqn.invars) - n_arrays)
     return table.build(eqn, operands, [result] * n_arrays, flops=float(n_arrays * n_elements(eqn.invars[0])))
 
 
