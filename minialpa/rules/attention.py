@@ -41,49 +41,31 @@ _BLOCKED = "sde"
 _QUERY, _KEY, _VALUE, _OUT, _STATISTICS = "btgrd", "bsgd", "bsge", "btgre", "btgr"
 
 
-@rule("minialpa_attention")
+@rule("minialpa_attention", "minialpa_attention_gradient")
 def _attention(eqn: JaxprEqn) -> Factors:
+    """A result of the gradient is summed over factors that it lacks."""
     table, named = _letters(eqn)
-    kind = eqn.params["kind"]
-    operands = [
-        *(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)),
-        *_others(table, named, eqn, 3),
-    ]
+    kind, is_gradient = eqn.params["kind"], eqn.primitive.name == "minialpa_attention_gradient"
+    arrays = [_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)]
+    d, e = (_size(table, named, letter) for letter in "de")
+    if is_gradient:
+        others = _others(table, named, eqn, 6)
+        biases = zip(others[kind.n_positions + 2 * kind.n_segments :], eqn.params["with_bias_gradient"], strict=False)
+        results = [*arrays, *(dims for dims, is_requested in biases if is_requested)]
+        arrays += [_dims(named, letters) for letters in (_OUT, _STATISTICS, _OUT)]
+        for letter in "bgrt":
+            if any(named[letter] not in dims for dims in results):
+                table.reductions[named[letter][0]] = "sum"
+    else:
+        others = _others(table, named, eqn, 3)
+        results = [_dims(named, _OUT), _dims(named, _STATISTICS)]
     return table.build(
         eqn,
-        operands,
-        [_dims(named, _OUT), _dims(named, _STATISTICS)],
-        flops=_n_scores(table, named, kind) * 2 * (_size(table, named, "d") + _size(table, named, "e")),
-        ramps=_ramps(table, named, kind),
-        rings=_rings(named, kind),
-    )
-
-
-@rule("minialpa_attention_gradient")
-def _attention_gradient(eqn: JaxprEqn) -> Factors:
-    """A result is summed over factors that it lacks."""
-    table, named = _letters(eqn)
-    kind, with_bias_gradient = eqn.params["kind"], eqn.params["with_bias_gradient"]
-    others = _others(table, named, eqn, 6)
-    biases = others[kind.n_positions + 2 * kind.n_segments :]
-    requested = [dims for dims, is_requested in zip(biases, with_bias_gradient, strict=False) if is_requested]
-
-    operands = [
-        *(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE, _OUT, _STATISTICS, _OUT)),
-        *others,
-    ]
-    results = [*(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)), *requested]
-    for letter in "bgrt":
-        if any(named[letter] not in dims for dims in results):
-            table.reductions[named[letter][0]] = "sum"
-
-    return table.build(
-        eqn,
-        operands,
+        [*arrays, *others],
         results,
         linear="each",
-        linear_operands=(5,),
-        flops=_n_scores(table, named, kind) * 2 * (3 * _size(table, named, "d") + 2 * _size(table, named, "e")),
+        linear_operands=(5,) if is_gradient else (),
+        flops=_n_scores(table, named, kind) * 2 * (3 * d + 2 * e if is_gradient else d + e),
         ramps=_ramps(table, named, kind),
         rings=_rings(named, kind),
     )
