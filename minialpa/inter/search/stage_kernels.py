@@ -16,30 +16,16 @@ IDLE = -1
 
 
 @compiled
-def run_sums(per_layer: Floats) -> Floats:
-    """[m, i, j] = sum of per_layer[i..j, m]; 0 below the diagonal."""
+def of_runs(per_layer: Floats, sums: bool) -> Floats:
+    """[m, i, j] = the sum of per_layer[i..j, m], or the largest; 0 below the diagonal."""
     n_layers, n_columns = per_layer.shape
     out = np.zeros((n_columns, n_layers, n_layers))
     for m in range(n_columns):
         for i in range(n_layers):
-            total = 0.0
+            so_far = 0.0 if sums else -np.inf
             for j in range(i, n_layers):
-                total += per_layer[j, m]
-                out[m, i, j] = total
-    return out
-
-
-@compiled
-def run_maxima(per_layer: Floats) -> Floats:
-    """[m, i, j] = largest of per_layer[i..j, m]; 0 below the diagonal."""
-    n_layers, n_columns = per_layer.shape
-    out = np.zeros((n_columns, n_layers, n_layers))
-    for m in range(n_columns):
-        for i in range(n_layers):
-            largest = -np.inf
-            for j in range(i, n_layers):
-                largest = max(largest, per_layer[j, m])
-                out[m, i, j] = largest
+                so_far = so_far + per_layer[j, m] if sums else max(so_far, per_layer[j, m])
+                out[m, i, j] = so_far
     return out
 
 

@@ -15,7 +15,7 @@ from minialpa.cluster import ClusterSpec
 from minialpa.inter.schedule.schedules import PipelineSize, max_live
 from minialpa.inter.search.stage_cost import SublayerCost
 from minialpa.inter.search.stage_dp import StageAssignment, StageChoice, StageCostTable
-from minialpa.inter.search.stage_kernels import Bools, Floats, Ints, run_maxima, run_sums
+from minialpa.inter.search.stage_kernels import Bools, Floats, Ints, of_runs
 from minialpa.inter.search.stage_memory import needed_bytes
 from minialpa.inter.search.submeshes import MEMORY_PRICES, Columns, Space, preferred_seconds, skip_to, transfer_seconds
 
@@ -128,11 +128,11 @@ class StageTables:
         cost = {name: values[:, columns] for name, values in self.by_name.items()}
 
         def sums(values: Floats) -> Floats:
-            return run_sums(np.add.reduceat(values, self._first_sublayers, axis=0))
+            return of_runs(np.add.reduceat(values, self._first_sublayers, axis=0), True)
 
         # Sums over the sublayers of each run of layers; of `pass_temp_bytes` the maximum.
         seconds, step_seconds, in_flight = (sums(cost[k]) for k in ("seconds", "step_seconds", "in_flight_bytes"))
-        passes = run_maxima(np.maximum.reduceat(cost["pass_temp_bytes"], self._first_sublayers, axis=0))
+        passes = of_runs(np.maximum.reduceat(cost["pass_temp_bytes"], self._first_sublayers, axis=0), False)
         passes += np.where(np.isfinite(seconds), sums(cost["left_bytes"]), 0.0)
         fixed = needed_bytes(sums(cost["fixed_bytes"]), np.maximum(passes, sums(cost["update_temp_bytes"])))
 
