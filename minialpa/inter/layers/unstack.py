@@ -66,9 +66,9 @@ def unstack(traced: TracedStep, stacks: Stacks, blocks: Sequence[Sequence[int]],
     inputs = _cut_inputs(program, traced)
     for i, (eqn, origin) in enumerate(zip(traced.flat.eqns, traced.origins, strict=True)):
         _cut_equation(program, eqn, origin, stacks.blockwise.get(i), inline=inline)
-    outputs = _outputs(program, traced)
-    gradients = _gradients(program, traced)
-
+    outputs = _outputs(program, traced.flat.outvars, traced.out_paths)
+    of_gradients = _outputs(program, traced.gradients, [""] * len(traced.gradients))
+    gradients = tuple(leaf.atom for leaf in of_gradients if not is_literal(leaf.atom))
     return _finished_step(program, traced, inputs, outputs, gradients)
 
 
@@ -232,25 +232,15 @@ def _cut_inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
     return inputs
 
 
-def _outputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
+def _outputs(program: BlockedProgram, atoms: Sequence[Atom], paths: Sequence[str]) -> list[_Leaf]:
     outputs = []
-    for i, (v, path) in enumerate(zip(traced.flat.outvars, traced.out_paths, strict=True)):
+    for i, (v, path) in enumerate(zip(atoms, paths, strict=True)):
         if not program.layout.is_cut(v):
             outputs.append(_Leaf(program.joined(v, _OF_RESULTS), path, LeafPart(i, rows=None)))
             continue
         blocks = zip(program.blocks(v, _OF_RESULTS), program.layout.ranges_of(v), strict=True)
         outputs += [_Leaf(block, path, LeafPart(i, rows)) for block, rows in blocks]
     return outputs
-
-
-def _gradients(program: BlockedProgram, traced: TracedStep) -> tuple[Var, ...]:
-    atoms: list[Atom] = []
-    for v in traced.gradients:
-        if program.layout.is_cut(v):
-            atoms += program.blocks(v, _OF_RESULTS)
-        else:
-            atoms.append(program.joined(v, _OF_RESULTS))
-    return tuple(atom for atom in atoms if not is_literal(atom))
 
 
 def _replaced_arguments(
