@@ -177,14 +177,11 @@ class _MeshWriter:
     def add(self, instruction: Instruction) -> None:
         """Translate an instruction for the workers of its meshes."""
         match instruction:
-            case Run(number, inputs, outputs):
-                draft = self.drafts[self.program.functions[number].mesh]
-                draft.receive(inputs)
-                draft.instructions.append(Run(self.number_on_mesh[number], inputs, outputs))
-            case Accumulate(number, accumulators, values):
+            case Run() | Accumulate():
+                number = instruction.function
                 draft = self.drafts[self.program.functions[number].mesh]
                 draft.receive(reads(instruction))
-                draft.instructions.append(Accumulate(self.number_on_mesh[number], accumulators, values))
+                draft.instructions.append(dataclasses.replace(instruction, function=self.number_on_mesh[number]))
             case Transfer():
                 self._transfer(instruction)
             case Free(buffers):
