@@ -5,6 +5,7 @@ The planner takes them as `AutoShardingOption.fixed_specs`, over the axes of the
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,7 +167,7 @@ def _of_arguments(
         return
     tree, names = call.tree
     children = [child for name, child in zip(names, tree.children(), strict=True) if isinstance(name, int)]
-    prefix = tuple(shardings) if isinstance(shardings, list) else shardings
+    prefix = tuple(shardings) if isinstance(shardings, list) else shardings  # as in jax
     numbers = [name for name in names if isinstance(name, int)]
     if finds_static and isinstance(prefix, tuple) and len(prefix) == call.n_args > len(numbers):
         prefix = tuple(prefix[number] for number in numbers)
@@ -186,7 +187,7 @@ def _of_modules(call: Call, numbers: Sequence[int], trees: Sequence[PyTreeDef], 
     """The entries of the modules among the arguments, whose new values come first in the results."""
     if call.graph is None:
         return []
-    starts = _starts(trees)
+    starts = [0, *itertools.accumulate(tree.num_leaves for tree in trees)]
     in_graph = [i for i, name in enumerate(numbers) if name in call.graph.names]
     return [entry for i in in_graph for entry in entries[starts[i] : starts[i + 1]]]
 
@@ -215,13 +216,6 @@ def _result_shapes(traced: TracedStep) -> list[tuple[int, ...]]:
     return [shape_of(atom) for atom in traced.flat.outvars]
 
 
-def _starts(children: Sequence[PyTreeDef]) -> list[int]:
-    starts = [0]
-    for child in children:
-        starts.append(starts[-1] + child.num_leaves)
-    return starts
-
-
 def _check_paths(specs: Sequence[tuple[str, str, PartitionSpec]]) -> None:
     """Raise ShardingError if an argument and a result with one path have different specs."""
     known: dict[str, PartitionSpec] = {}
@@ -245,8 +239,6 @@ def _as_entry(side: str, entry: Any) -> Any:
 
 def _broadcast(side: str, prefix: Any, tree: PyTreeDef) -> list[Any]:
     """The entry of each leaf. Raises ShardingError if `prefix` is no prefix of `tree`."""
-    if isinstance(prefix, list) and side == "in_shardings":
-        prefix = tuple(prefix)  # as in jax
     entries: list[Any] = []
 
     def number_of(entry: Any) -> int:
