@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ from jax.lax import GatherScatterMode
 
 from minialpa.ir.equations import is_inexact, shape_of
 from minialpa.rules.common import Dim, FactorTable, is_summable, n_elements
-from minialpa.rules.factors import Factors, Reduction, Shapes
+from minialpa.rules.factors import Factors, Reduction
 from minialpa.rules.known_rules import Starts, rule
+from minialpa.rules.layout import local_ends
 from minialpa.tracing.evaluation import eval_on_shards
 
 
@@ -35,12 +37,6 @@ def _interleave(n: int, placed: Sequence[int], window: Sequence[Dim], batch: Seq
 
 def _shared_dims(operand_dims: Sequence[int], index_dims: Sequence[int], batch: Sequence[Dim]) -> dict[int, Dim]:
     return {i: batch[j] for i, j in zip(operand_dims, index_dims, strict=True)}
-
-
-def _local_gather(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """The slice of a split window dimension is the shard."""
-    sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params["slice_sizes"], strict=True)
-    return dict(eqn.params, slice_sizes=tuple(local if taken == size else taken for size, local, taken in sizes))
 
 
 def _fills_linearly(eqn: JaxprEqn) -> bool:
@@ -117,7 +113,7 @@ def _gather_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[st
     return [where(found.is_valid, mine, fill)]
 
 
-@rule("gather", localize=_local_gather, on_shards=_gather_on_shards)
+@rule("gather", localize=partial(local_ends, "slice_sizes"), on_shards=_gather_on_shards)
 def _gather(eqn: JaxprEqn) -> Factors:
     """`batch` is b of the module, `window` is w, and positional dimensions are V."""
     numbers, table = eqn.params["dimension_numbers"], FactorTable()

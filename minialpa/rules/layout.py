@@ -219,13 +219,13 @@ def _pad(eqn: JaxprEqn) -> Factors:
     return table.build(eqn, [operand, ()], [result], linear="joint", linear_operands=(0, 1))
 
 
-def _local_slice(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """A split dimension is whole, so the slice ends with the shard."""
-    sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params["limit_indices"], strict=True)
-    return dict(eqn.params, limit_indices=tuple(limit if local == size else local for size, local, limit in sizes))
+def local_ends(name: str, eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+    """Whole dimensions, whose parameter `name` is their size, are whole in a shard, too."""
+    sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params[name], strict=True)
+    return {**eqn.params, name: tuple(local if end == size else end for size, local, end in sizes)}
 
 
-@rule("slice", localize=_local_slice)
+@rule("slice", localize=partial(local_ends, "limit_indices"))
 def _slice(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
