@@ -167,6 +167,27 @@ def test_a_step_without_a_batch_is_refused_where_examples_are_split() -> None:
             minialpa.parallelize(step, method=method)(make_params())
 
 
+def test_a_graph_of_nodes_and_edges_needs_no_batch_where_examples_stay_together() -> None:
+    def step(params: Arrays, graph: Arrays) -> Any:
+        def loss(params: Arrays) -> jax.Array:
+            h = graph["nodes"] @ params["w"]
+            messages = jnp.tanh(h[graph["from"]] - h[graph["to"]])
+            return jnp.mean((jax.ops.segment_sum(messages, graph["to"], h.shape[0]) @ params["v"]) ** 2)
+
+        return descend(params, loss)
+
+    rng = np.random.default_rng(0)
+    graph = {"nodes": make_x(16), "from": rng.integers(0, 16, 40), "to": rng.integers(0, 16, 40)}
+    expected = jax.jit(step)(make_params(), graph)
+    for method in (None, ShardParallel(logical_shape=(2, 4)), PipeshardParallel()):
+        parallel = minialpa.parallelize(step, method=method)
+        assert parallel.plan(make_params(), graph).batch == ()
+        assert_allclose(parallel(make_params(), graph), expected, rtol=1e-5, atol=1e-6)
+    for method in (ShardParallel(num_micro_batches=2), DataParallel()):
+        with pytest.raises(TraceError, match=r"splits examples. The arrays .* differ in their first dimension"):
+            minialpa.parallelize(step, method=method)(make_params(), graph)
+
+
 # ---- equinox --------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -86,32 +86,36 @@ def _why_no_dtype(dtype: np.dtype[Any], otherwise: str) -> tuple[str, str]:
 
 
 def find_batch_dims(
-    structs: Sequence[jax.ShapeDtypeStruct], paths: Sequence[str], is_batch: Sequence[bool]
+    structs: Sequence[Any], paths: Sequence[str], is_batch: Sequence[bool]
 ) -> tuple[tuple[int | None, ...], int | None]:
     """The batch dimension of each leaf, and the number of examples.
 
-    Arrays in batch arguments have batch dimension 0. Scalars and raw PRNG keys (uint32[2]) have None. Raises TraceError
-    if the arrays differ in their number of examples, or if it is 0.
+    structs: arrays or their types. Arrays in batch arguments have batch dimension 0. Scalars and raw PRNG keys
+    (uint32[2]) have None. Raises TraceError if the arrays differ in their number of examples, or if it is 0.
     """
-    dims: list[int | None] = []
-    sizes: dict[str, int] = {}
-    for struct, path, batch in zip(structs, paths, is_batch, strict=True):
-        is_raw_key = struct.dtype == np.uint32 and struct.shape == (2,)
-        if not batch or struct.ndim == 0 or is_raw_key:
-            dims.append(None)
-        else:
-            dims.append(0)
-            sizes[path] = struct.shape[0]
-
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"`{path}` {size}" for path, size in list(sizes.items())[:4])
-        raise TraceError(
-            f"The arrays of the batch differ in their first dimension ({listed}). Check the order of the arguments, "
-            "set `batch_argnums` to the batch, or pass arrays of other lengths in another argument."
-        )
+    holds_examples = [
+        batch and struct.ndim > 0 and not (struct.dtype == np.uint32 and struct.shape == (2,))
+        for struct, batch in zip(structs, is_batch, strict=True)
+    ]
+    found = zip(structs, paths, holds_examples, strict=True)
+    sizes = {path: struct.shape[0] for struct, path, holds in found if holds}
+    if reason := why_sizes_differ(sizes):
+        raise TraceError(reason)
     if 0 in sizes.values():
         raise TraceError(
-            f"The batch has no examples, as `{next(iter(sizes))}` has the shape {structs[dims.index(0)].shape}. Pass "
-            "at least one example, or set `batch_argnums` if this argument is not the batch."
+            f"The batch has no examples, as `{next(iter(sizes))}` has the shape "
+            f"{structs[holds_examples.index(True)].shape}. Pass at least one example, or set `batch_argnums` if this "
+            "argument is not the batch."
         )
-    return tuple(dims), next(iter(sizes.values()), None)
+    return tuple(0 if holds else None for holds in holds_examples), next(iter(sizes.values()), None)
+
+
+def why_sizes_differ(sizes: Mapping[str, int]) -> str | None:
+    """Why arrays with these leading dimensions, by path, are no batch; None if the dimensions are equal."""
+    if len(set(sizes.values())) <= 1:
+        return None
+    listed = ", ".join(f"`{path}` {size}" for path, size in list(sizes.items())[:4])
+    return (
+        f"The arrays of the batch differ in their first dimension ({listed}). Check the order of the arguments, "
+        "set `batch_argnums` to the batch, or pass arrays of other lengths in another argument."
+    )

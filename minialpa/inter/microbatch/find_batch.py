@@ -11,7 +11,7 @@ In `step(state, batch)` the second argument is the batch. In other signatures, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from minialpa.inter.microbatch.batching import Kinds, batch_factors, batch_kinds
 from minialpa.ir.equations import aval_of, is_extended, is_literal, shape_of
 from minialpa.rules.known_rules import factors_of
 from minialpa.support.divisors import divisors
-from minialpa.tracing.arguments import argument_name
+from minialpa.tracing.arguments import argument_name, why_sizes_differ
 from minialpa.tracing.trace import NoBatch, TracedStep
 
 #: A group in at least this many times more equations than any other is the batch.
@@ -36,13 +36,19 @@ class _Argument:
     Attributes:
         names: its name, or the names of all keywords outside of the signature, which share a number.
         leaves: the numbers of its leaves.
-        size: the common leading dimension of its arrays, apart from random keys; None without a common one.
+        sizes: the leading dimension of each of its arrays, apart from random keys, by path.
     """
 
     number: int
     names: tuple[str, ...]
     leaves: tuple[int, ...]
-    size: int | None
+    sizes: Mapping[str, int]
+
+    @property
+    def size(self) -> int | None:
+        """The common leading dimension, None without one."""
+        found = {*self.sizes.values()}
+        return found.pop() if len(found) == 1 else None
 
     def __str__(self) -> str:
         return f"{' and '.join(f'`{name}`' for name in self.names)} ({self.size} examples)"
@@ -82,7 +88,9 @@ def find_batch(
     returned = {owners[i] for i in step.layouts if i is not None}
     updated |= returned.intersection(donated)
     if _is_state_and_batch(arguments, updated):
-        return (1,)
+        # Nodes and edges of a graph, for example, are no rows of examples.
+        reason = why_sizes_differ(arguments[1].sizes)
+        return (1,) if reason is None else NoBatch(reason, ambiguous=False)
     free = [argument for argument in arguments if argument.size is not None and argument.number not in updated]
     if len(arguments) == 1:
         return _no_batch(free)
@@ -103,11 +111,10 @@ def _arguments(step: TracedStep, arg_of_leaf: Sequence[int]) -> list[_Argument]:
     arguments = []
     for number in sorted(set(arg_of_leaf)):
         leaves = tuple(i for i, owner in enumerate(arg_of_leaf) if owner == number and i not in step.refs.arguments)
-        shapes = [shape_of(step.flat.invars[i]) for i in leaves if not _is_key(step, i)]
-        sizes = {shape[0] for shape in shapes if shape}
+        shapes = {step.in_paths[i]: shape_of(step.flat.invars[i]) for i in leaves if not _is_key(step, i)}
+        sizes = {path: shape[0] for path, shape in shapes.items() if shape}
         names = dict.fromkeys(argument_name(step.in_paths[i]) for i in leaves)
-        size = sizes.pop() if len(sizes) == 1 else None
-        arguments.append(_Argument(number=number, names=tuple(names), leaves=leaves, size=size))
+        arguments.append(_Argument(number=number, names=tuple(names), leaves=leaves, sizes=sizes))
     return arguments
 
 
