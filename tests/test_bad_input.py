@@ -72,6 +72,12 @@ def test_leading_sizes_that_differ() -> None:
     works(parallel, params, batch)
 
 
+def test_an_error_of_the_step_comes_as_it_is_also_if_leading_sizes_differ() -> None:
+    parallel = minialpa.parallelize(lambda params, batch: params["none"])
+    batch = make_batch()
+    refused(KeyError, "none", parallel, make_params(), {"x": batch["x"], "y": batch["y"][:8]})
+
+
 @pytest.mark.skipif(jax.__version__ == "0.11.2", reason="its compiler for CPUs crashes where empty arrays are donated")
 def test_parameters_of_size_zero_simply_work() -> None:
     def step(params: Any, batch: Any) -> Any:

@@ -718,7 +718,8 @@ class ParallelizedFunc:
         except (MinialpaError, jax.errors.UnexpectedTracerError):
             raise
         except Exception as error:
-            if known.batch == "auto" and set(numbers) == {0, 1}:
+            # jax refuses shapes by these errors. Other errors are the step's own.
+            if known.batch == "auto" and set(numbers) == {0, 1} and isinstance(error, TypeError | ValueError):
                 _explain_sizes(call.leaves, paths, [number == 1 for number in numbers], error)
             self._explain_mismatch(call, error)
             raise
