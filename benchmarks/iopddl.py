@@ -26,7 +26,7 @@ from benchmarks.contest.solve import solve_in_seconds
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.run import table
 from minialpa.intra.solver.cost_graph import NodeUsage
-from minialpa.intra.solver.solve import CostGraph, Edge
+from minialpa.intra.solver.solve import CostGraph, Edge, EdgeCosts
 
 
 @benchmark("iopddl")
@@ -47,7 +47,9 @@ def random_instance(seed: int, n_nodes: int) -> CostGraph:
     costs = tuple(rng.integers(0, 100, n).astype(np.float64) for n in sizes)
     pairs = [(v, v + 1) for v in range(n_nodes - 1)]
     pairs += [(v, int(rng.integers(v + 2, min(v + 10, n_nodes)))) for v in range(0, n_nodes - 2, 5)]
-    edges = tuple(Edge(a, b, rng.integers(0, 50, (sizes[a], sizes[b])).astype(np.float64)) for a, b in pairs)
+    edges = tuple(
+        Edge(a, b, EdgeCosts.of(rng.integers(0, 50, (sizes[a], sizes[b])).astype(np.float64))) for a, b in pairs
+    )
     usages = [(100 - cost).astype(np.int64) for cost in costs]
     intervals = [(v, min(v + int(rng.integers(1, 12)), n_nodes)) for v in range(n_nodes)]
     live = np.zeros(n_nodes)
@@ -72,7 +74,7 @@ def load_instance(path: Path) -> CostGraph:
     return CostGraph(
         node_costs=costs,
         edges=tuple(
-            Edge(a, b, np.array(cost, np.float64).reshape(len(costs[a]), len(costs[b])))
+            Edge(a, b, EdgeCosts.of(np.array(cost, np.float64).reshape(len(costs[a]), len(costs[b]))))
             for (a, b), cost in zip(edges["nodes"], edges["costs"], strict=True)
         ),
         usages=usages_of_nodes(nodes["usages"], [(start, end) for start, end in nodes["intervals"]]),

@@ -16,7 +16,7 @@ def cheapest_choices(graph: CostGraph) -> float:
     best = math.inf
     for choices in itertools.product(*(range(len(cost)) for cost in graph.node_costs)):
         cost = sum(graph.node_costs[v][i] for v, i in enumerate(choices))
-        cost += sum(edge.cost[choices[edge.a], choices[edge.b]] for edge in graph.edges)
+        cost += sum(edge.cost.at(choices[edge.a], choices[edge.b]) for edge in graph.edges)
         if cost < best and _usage_fits(graph, choices):
             best = float(cost)
     return best if best < 1e18 else math.inf

@@ -45,7 +45,8 @@ def _dispatcher(loop: _Function) -> _Function:
 
 
 descend, empty_tree = _dispatcher(local_search.descend), _dispatcher(local_search.empty_tree)
-gain, grow = _dispatcher(local_search.gain), _dispatcher(local_search.grow)
+edge_cost, gain = _dispatcher(local_search.edge_cost), _dispatcher(local_search.gain)
+grow = _dispatcher(local_search.grow)
 n_joined, node_costs = _dispatcher(local_search.n_joined), _dispatcher(local_search.node_costs)
 swap_usage, usage_of = _dispatcher(local_search.swap_usage), _dispatcher(local_search.usage_of)
 #: Most trees of a forest.
@@ -204,10 +205,9 @@ def _raise_price(core: Core, tree: Tree, own: Floats, count: int, row: int) -> b
             more += core.usage[usage_at + tree.new[k]] - core.usage[usage_at + tree.old[k]]
         cheaper += own[k, tree.old[k]] - own[k, tree.new[k]]
         if tree.parent[k] >= 0:
-            above, size = tree.parent[k], core.at[node + 1] - core.at[node]
-            line = core.table_at[tree.link[k]]
-            cheaper += core.table[line + tree.old[above] * size + tree.old[k]]
-            cheaper -= core.table[line + tree.new[above] * size + tree.new[k]]
+            above = tree.parent[k]
+            cheaper += edge_cost(core, tree.link[k], tree.old[above], tree.old[k])
+            cheaper -= edge_cost(core, tree.link[k], tree.new[above], tree.new[k])
     if more <= 0:
         return False
 

@@ -31,6 +31,7 @@ from minialpa.intra.solver.solve import (
     CostGraph,
     Deadline,
     Edge,
+    EdgeCosts,
     GraphSolution,
     keep_only,
     may_be_better,
@@ -42,7 +43,7 @@ _DEFAULTS, _PERSISTENCE = SolverOptions(), PersistenceOptions()
 #: Any graph, to load compiled loops with.
 _TINY = CostGraph(
     node_costs=(np.zeros(2),) * 2,
-    edges=(Edge(0, 1, np.eye(2)),),
+    edges=(Edge(0, 1, EdgeCosts.of(np.eye(2))),),
     usages=tuple((v, (0, 1), np.ones(2, np.int64)) for v in range(2)),
     usage_limit=2,
 )

@@ -15,7 +15,7 @@ from minialpa.intra.graph.decisions import Choice, LoopRecord, Record
 from minialpa.intra.graph.memory_constraints import Demand, MemoryLimit, Usage, check_least, demands_of, terms_of
 from minialpa.intra.graph.problem import MeshSharding
 from minialpa.intra.solver.cost_graph import FORBIDDEN
-from minialpa.intra.solver.solve import CostGraph, Edge, GraphSolution
+from minialpa.intra.solver.solve import CostGraph, GraphSolution
 from minialpa.support.identity import ById
 
 #: Measured bytes of the strategies, choices and records of one equation.
@@ -45,7 +45,7 @@ class GraphBuilder(CollectedCosts):
                 if demand.node is not None:
                     node_costs[demand.node] = node_costs[demand.node] + byte_s * demand.n_bytes
 
-        edges = tuple(Edge(a, b, cost) for (a, b), cost in self.costs.edges.items())
+        edges = tuple(self.costs.edges)
         if limit is None:
             return CostGraph(node_costs=tuple(node_costs), edges=edges)
 

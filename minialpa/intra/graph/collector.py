@@ -26,6 +26,7 @@ from minialpa.intra.graph.option_constraints import OptionConstraints, fold_prob
 from minialpa.intra.graph.plain_equations import Occurrence, PlainEquations, is_barrier
 from minialpa.intra.graph.prices import MeshPrices, facts_of, loop_scans
 from minialpa.intra.graph.problem import MeshEquations, Role
+from minialpa.intra.solver.cost_graph import EdgeCosts
 from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.compared import compared_values
 from minialpa.intra.strategies.loops import ScanBody, scan_body
@@ -229,7 +230,8 @@ class CollectedCosts:
         var, node, required, times = reader
         made = self.choices[var]
         prices = self._prices.of((var,))
-        seconds = prices.reshard_s(var, made.specs, required)
+        made_specs, wanted = self._cache.distinct(made.specs), self._cache.distinct(required)
+        seconds = prices.reshard_s(var, made_specs.specs, wanted.specs)
         if not seconds.any():
             return
 
@@ -237,7 +239,8 @@ class CollectedCosts:
             if not np.isfinite(seconds).all():
                 raise InfeasibleError(forbidden_message(self._option, var, made.specs[0], required[0]))
             return
-        self.costs.add_edge(made.node, node, times * seconds * (self._hidden_price if var in self._hidden else 1.0))
+        seconds = times * seconds * (self._hidden_price if var in self._hidden else 1.0)
+        self.costs.add_edge(made.node, node, EdgeCosts(seconds, made_specs.numbers, wanted.numbers))
 
     # ---- barriers -------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from minialpa.intra.solver.cost_graph import Edge, EdgeCosts
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.sharding import EquationSpecs, Spec
@@ -97,15 +98,14 @@ class CostTable:
     """The costs of a growing cost graph, in seconds per step.
 
     nodes: [node][strategy]; inf for a forbidden strategy.
-    edges: for each pair (a, b) of nodes with a < b, [strategy of a, strategy of b].
     """
 
     nodes: list[NDArray[np.float64]] = field(default_factory=list)
-    edges: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict)
+    edges: list[Edge] = field(default_factory=list)
 
     @property
     def n_bytes(self) -> int:
-        return sum(costs.nbytes for costs in (*self.nodes, *self.edges.values()))
+        return sum(costs.nbytes for costs in (*self.nodes, *(edge.cost.table for edge in self.edges)))
 
     def add_node(self, costs: Sequence[float] | NDArray[np.float64]) -> int:
         self.nodes.append(np.array(costs, np.float64))
@@ -115,17 +115,16 @@ class CostTable:
         """strategies: a mask."""
         self.nodes[node][strategies] = np.inf
 
-    def add_edge(self, made: int | None, reader: int | None, cost: NDArray[np.float64]) -> None:
-        """Add `cost[i, j]`, paid if node `made` takes strategy i and node `reader` strategy j.
+    def add_edge(self, made: int | None, reader: int | None, cost: EdgeCosts) -> None:
+        """Add `cost`, paid by the strategies of node `made`, its rows, and of node `reader`.
 
         None stands for an end with a single strategy; at least one end is a node.
         """
         if made is None or reader is None:
             node = made if reader is None else reader
             assert node is not None
-            self.nodes[node] += cost.reshape(-1)
+            self.nodes[node] += cost.dense().reshape(-1)
         elif made == reader:
-            self.nodes[reader] += np.diagonal(cost)
+            self.nodes[reader] += cost.table[cost.rows, cost.columns]
         else:
-            key, matrix = ((made, reader), cost) if made < reader else ((reader, made), cost.T)
-            self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix
+            self.edges.append(Edge(made, reader, cost))

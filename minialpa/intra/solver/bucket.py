@@ -93,7 +93,9 @@ def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
     buckets = {node: [_Table((node,), residual.costs[node])] for node in order}
     for node in order:
         buckets[node] += [
-            _Table((node, other), cost) for other, cost in residual.adjacent[node].items() if place[node] < place[other]
+            _Table((node, other), cost.dense())
+            for other, cost in residual.adjacent[node].items()
+            if place[node] < place[other]
         ]
 
     for node in order:
@@ -103,7 +105,7 @@ def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
         best = joint.argmin(axis=0)
         least = np.take_along_axis(joint, best[None], axis=0)[0]
 
-        residual.decide(node, scope[1:], best)
+        residual.decide(node, scope[1:], [None] * len(scope[1:]), best)
         if scope[1:]:
             buckets[scope[1]].append(_Table(scope[1:], least))
         else:

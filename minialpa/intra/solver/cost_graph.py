@@ -13,7 +13,7 @@ and a limit of 3. The choices (0, 0) use 4, too much; (0, 1) cost 6; (1, 1) cost
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,72 @@ MOST_USAGE = 2**60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class EdgeCosts:
+    """The costs of the pairs of strategies of two nodes, as a small table.
+
+        cost[i, j] = table[rows[i], columns[j]]
+
+    An edge reshards one array, and strategies with the same spec of this array are of one *kind*: they share a row or
+    column. On a mesh of three axes, a node has a thousand strategies, and an array a hundred specs. Each row and column
+    has a strategy.
+    """
+
+    table: Floats
+    rows: Ints
+    columns: Ints
+
+    @staticmethod
+    def of(matrix: Floats) -> EdgeCosts:
+        return EdgeCosts(matrix, *map(np.arange, matrix.shape))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Strategies of both nodes."""
+        return len(self.rows), len(self.columns)
+
+    @property
+    def T(self) -> EdgeCosts:
+        return EdgeCosts(self.table.T, self.columns, self.rows)
+
+    def at(self, i: int, j: int) -> float:
+        return float(self.table[self.rows[i], self.columns[j]])
+
+    def dense(self) -> Floats:
+        """[strategy, strategy]."""
+        return self.table[self.rows[:, None], self.columns]
+
+    def take(self, numbers: Ints | Bools) -> EdgeCosts:
+        """With the strategies `numbers` of the first node: a mask, or numbers in any order."""
+        rows = self.rows[numbers]
+        used = np.zeros(len(self.table), np.bool_)
+        used[rows] = True
+        if used.all():
+            return EdgeCosts(self.table, rows, self.columns)
+        return EdgeCosts(self.table[used], (np.cumsum(used) - 1)[rows], self.columns)
+
+    def __add__(self, other: EdgeCosts) -> EdgeCosts:
+        rows, mine, theirs = _joint(self.rows, other.rows)
+        columns, of_mine, of_theirs = _joint(self.columns, other.columns)
+        return EdgeCosts(self.table[mine[:, None], of_mine] + other.table[theirs[:, None], of_theirs], rows, columns)
+
+
+def _joint(first: Ints, second: Ints) -> tuple[Ints, Ints, Ints]:
+    """The kinds of strategies that differ in `first` or `second`, and the entry of both for each kind."""
+    if first is second:
+        kinds = np.arange(first.max() + 1)
+        return first, kinds, kinds
+    width = int(second.max()) + 1
+    kinds, joint = np.unique(first * width + second, return_inverse=True)
+    return joint, kinds // width, kinds % width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """`cost[i, j]` is paid if `a` takes strategy i and `b` strategy j."""
+    """`cost` is paid by the strategies of `a` and `b`, its rows and columns."""
 
     a: int
     b: int
-    cost: Floats
+    cost: EdgeCosts
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -78,7 +138,7 @@ class CostGraph:
     def cost_of(self, choices: tuple[int, ...]) -> float:
         """Infinite if any summand is forbidden."""
         nodes = [float(cost[i]) for cost, i in zip(self.node_costs, choices, strict=True)]
-        edges = [float(edge.cost[choices[edge.a], choices[edge.b]]) for edge in self.edges]
+        edges = [edge.cost.at(choices[edge.a], choices[edge.b]) for edge in self.edges]
         return sum(nodes) + sum(edges) if max(nodes + edges, default=0.0) < FORBIDDEN else np.inf
 
     def peak_usage(self, choices: tuple[int, ...]) -> int:
@@ -125,13 +185,13 @@ def _checked_edge(number: int, edge: Edge, sizes: list[int]) -> Edge:
         raise ShardingError(
             f"`edges[{number}]` joins the nodes {edge.a} and {edge.b}. Use nodes from 0 to {len(sizes) - 1}."
         )
-    cost = _as_array(edge.cost, f"`edges[{number}].cost`", 2)
-    if cost.shape != (sizes[edge.a], sizes[edge.b]):
+    table, shape = _as_array(edge.cost.table, f"`edges[{number}].cost`", 2), edge.cost.shape
+    if shape != (sizes[edge.a], sizes[edge.b]):
         raise ShardingError(
             f"`edges[{number}]` joins nodes with {sizes[edge.a]} and {sizes[edge.b]} strategies, but its cost has the "
-            f"shape {cost.shape}. Give a cost of shape {(sizes[edge.a], sizes[edge.b])}."
+            f"shape {shape}. Give a cost of shape {(sizes[edge.a], sizes[edge.b])}."
         )
-    return Edge(edge.a, edge.b, cost)
+    return Edge(edge.a, edge.b, replace(edge.cost, table=table))
 
 
 def _checked_usages(usages: tuple[NodeUsage, ...], sizes: list[int]) -> tuple[NodeUsage, ...]:

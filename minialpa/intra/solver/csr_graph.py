@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from minialpa.intra.solver.cost_graph import Floats, Ints
 from minialpa.intra.solver.residual import Residual
+from minialpa.support.loops import compiled
 
 
 class Core(NamedTuple):
@@ -29,7 +30,9 @@ class Core(NamedTuple):
         middle: the links of v from middle[v] on lead to later nodes.
         other: the node there.
         back: the link in the other direction.
-        table_at, table: table[table_at[h] + i * n_there + j] is the cost of strategies i here and j there.
+        kind, n_kinds: for link h, strategies of one of n_kinds[h] kinds cost the same; strategy i here is of the kind
+            kind[message_at[h] + i].
+        table_at, table: table[table_at[h] + k * n_kinds[back[h]] + l] is the cost of the kinds k here and l there.
         message_at: start of the message that comes in over link h, with one entry per strategy here.
         segments: node v has segments segments[v] to segments[v + 1] - 1.
         start, end: segment s is the rows start[s] to end[s] - 1.
@@ -44,6 +47,8 @@ class Core(NamedTuple):
     middle: Ints
     other: Ints
     back: Ints
+    kind: Ints
+    n_kinds: Ints
     table_at: Ints
     table: Floats
     message_at: Ints
@@ -59,6 +64,12 @@ class Core(NamedTuple):
     @property
     def n_nodes(self) -> int:
         return len(self.at) - 1
+
+
+@compiled
+def line_of(core: Core, link: int, i: int) -> int:
+    """Where the costs of strategy i here start in `table`, one for each kind there."""
+    return int(core.table_at[link] + core.kind[core.message_at[link] + i] * core.n_kinds[core.back[link]])
 
 
 def flatten(residual: Residual, nodes: list[int]) -> Core:
@@ -83,7 +94,7 @@ def _link_fields(residual: Residual, nodes: list[int], forbidden: float) -> dict
     place = {v: k for k, v in enumerate(nodes)}
     neighbours = [sorted(place[w] for w in residual.adjacent[v]) for v in nodes]
     pairs = [(here, there) for here, near in enumerate(neighbours) for there in near]
-    tables = [residual.adjacent[nodes[here]][nodes[there]] for here, there in pairs]
+    edges = [residual.adjacent[nodes[here]][nodes[there]] for here, there in pairs]
 
     links = _offsets([len(near) for near in neighbours])
     n_earlier = [bisect_left(near, here) for here, near in enumerate(neighbours)]
@@ -93,9 +104,11 @@ def _link_fields(residual: Residual, nodes: list[int], forbidden: float) -> dict
         "middle": links[:-1] + np.array(n_earlier, np.int64),
         "other": np.array([there for _, there in pairs], np.int64),
         "back": np.array([number[there, here] for here, there in pairs], np.int64),
-        "table_at": _offsets([table.size for table in tables]),
-        "table": _finite_costs(np.concatenate([np.zeros(0), *(table.ravel() for table in tables)]), forbidden),
-        "message_at": _offsets([table.shape[0] for table in tables]),
+        "kind": np.concatenate([links[:0], *(edge.rows for edge in edges)]),
+        "n_kinds": np.array([len(edge.table) for edge in edges], np.int64),
+        "table_at": _offsets([edge.table.size for edge in edges]),
+        "table": _finite_costs(np.concatenate([np.zeros(0), *(edge.table.ravel() for edge in edges)]), forbidden),
+        "message_at": _offsets([len(edge.rows) for edge in edges]),
     }
 
 
@@ -123,7 +136,7 @@ def _offsets(sizes: list[int]) -> Ints:
 def _forbidden_cost(residual: Residual, nodes: list[int]) -> float:
     """`Core.forbidden`: 2 * (sum over all tables of (largest - least allowed entry) + largest absolute entry)."""
     tables = [residual.costs[v] for v in nodes]
-    tables += [edge for v in nodes for w, edge in residual.adjacent[v].items() if v < w]
+    tables += [edge.table for v in nodes for w, edge in residual.adjacent[v].items() if v < w]
     allowed = [table[np.isfinite(table)] for table in tables]
     spread = sum(float(np.ptp(values)) for values in allowed if len(values))
     largest = max((float(np.abs(values).max()) for values in allowed if len(values)), default=0.0)

@@ -13,12 +13,13 @@ Source: weighted constraint satisfaction and PBQP (Scholz and Eckstein, 2002).
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.solver.clock import Deadline
-from minialpa.intra.solver.cost_graph import Bools, Floats
+from minialpa.intra.solver.cost_graph import Bools, EdgeCosts
 from minialpa.intra.solver.dominance import undominated
 from minialpa.intra.solver.residual import Residual, add_term, keep, loosen_rows, room_for
 
@@ -97,13 +98,14 @@ def _usable_mask(residual: Residual, v: int) -> Bools:
     """Reduction 1."""
     usable = np.isfinite(residual.costs[v]) & room_for(residual, v)
     for cost in residual.adjacent[v].values():
-        usable &= np.isfinite(cost).any(axis=1)
+        usable &= np.isfinite(cost.table.min(axis=1)[cost.rows])
     return usable
 
 
 def _undominated(residual: Residual, v: int) -> Bools:
     """Reduction 2."""
-    cost, edges = residual.costs[v], list(residual.adjacent[v].values())
+    # A kind of strategies of the neighbour is compared once.
+    cost, edges = residual.costs[v], [edge.table[edge.rows] for edge in residual.adjacent[v].values()]
     # One memory layout: numba compiles anew for each layout.
     return undominated(
         cost,
@@ -118,13 +120,14 @@ def _fold_separable_edges(residual: Residual, v: int) -> bool:
     folded = False
     for w, cost in list(residual.adjacent[v].items()):
         # A forbidden pair is no sum of finite costs.
-        if not np.isfinite(cost).all():
+        table, row, column = cost.table, cost.rows[0], cost.columns[0]
+        if not np.isfinite(table).all():
             continue
 
-        f, g = cost[:, 0] - cost[0, 0], cost[0, :]
-        if (cost == f[:, None] + g).all():
-            residual.costs[v] = residual.costs[v] + f
-            residual.costs[w] = residual.costs[w] + g
+        f, g = table[:, column] - table[row, column], table[row]
+        if (table == f[:, None] + g).all():
+            residual.costs[v] = residual.costs[v] + f[cost.rows]
+            residual.costs[w] = residual.costs[w] + g[cost.columns]
             del residual.adjacent[v][w], residual.adjacent[w][v]
             folded = True
     return folded
@@ -138,28 +141,28 @@ def _merge_follower(residual: Residual, v: int) -> bool:
         return False
 
     # follows[j]: the strategy of v when the leader takes strategy j.
-    cost = residual.adjacent[v][leader]
+    cost = residual.adjacent[v][leader].dense()
     follows = np.isfinite(cost).argmax(axis=0)
     residual.costs[leader] = (
         residual.costs[leader] + residual.costs[v][follows] + cost[follows, np.arange(cost.shape[1])]
     )
     for w, other in residual.adjacent[v].items():
         if w != leader:
-            residual.add_edge(leader, w, other[follows])
+            residual.add_edge(leader, w, other.take(follows))
     for rows, usage in residual.terms[v].items():
         add_term(residual, leader, rows, usage[follows])
 
     residual.terms[v] = {}
-    residual.decide(v, (leader,), follows)
+    residual.decide(v, (leader,), [None], follows)
     return True
 
 
-def _follows(cost: Floats, degree: int) -> bool:
+def _follows(cost: EdgeCosts, degree: int) -> bool:
     """Whether each strategy of the neighbour leaves v one strategy, and merging makes no table larger.
 
     cost: [strategy of v, strategy of the neighbour].
     """
-    single = bool((np.isfinite(cost).sum(axis=0) == 1).all())
+    single = bool((np.bincount(cost.rows) @ np.isfinite(cost.table) == 1).all())
     return single and (cost.shape[0] == cost.shape[1] or degree <= 2)
 
 
@@ -167,29 +170,28 @@ def _can_eliminate(residual: Residual, v: int) -> bool:
     neighbours = residual.adjacent[v]
     if residual.terms[v] or len(neighbours) > 2:
         return False
-    size = len(residual.costs[v])
-    for w in neighbours:
-        size *= len(residual.costs[w])
+    size = len(residual.costs[v]) * math.prod(edge.table.shape[1] for edge in neighbours.values())
     return len(neighbours) < 2 or size <= _MAX_TABLE
 
 
 def _eliminate(residual: Residual, v: int) -> None:
     """Reduction 4; the least costs go to the neighbours."""
-    scope = tuple(residual.adjacent[v])
-    # Axis 0 is the strategy of v; then one axis per neighbour.
+    scope, edges = tuple(residual.adjacent[v]), list(residual.adjacent[v].values())
+    # Axis 0 is the strategy of v; then one axis per neighbour, for the kinds of its strategies.
     table = residual.costs[v]
-    for w in scope:
-        edge = residual.adjacent[v][w]
-        table = table[..., None] + edge.reshape(-1, *(1,) * (table.ndim - 1), len(residual.costs[w]))
+    for edge in edges:
+        of_strategy = edge.table[edge.rows]
+        table = table[..., None] + of_strategy.reshape(-1, *(1,) * (table.ndim - 1), of_strategy.shape[1])
 
     best = table.argmin(axis=0)
     least = np.take_along_axis(table, best[None], axis=0)[0]
-    residual.decide(v, scope, best)
+    kinds = [edge.columns for edge in edges]
+    residual.decide(v, scope, kinds, best)
 
     match scope:
         case ():
             residual.offset += float(least)
         case (a,):
-            residual.costs[a] = residual.costs[a] + least
+            residual.costs[a] = residual.costs[a] + least[kinds[0]]
         case (a, b):
-            residual.add_edge(a, b, least)
+            residual.add_edge(a, b, EdgeCosts(least, *kinds))

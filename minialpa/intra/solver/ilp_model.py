@@ -155,7 +155,7 @@ class _Model:
         for v in nodes:
             for w, cost in residual.adjacent[v].items():
                 if v < w:
-                    self._join(v, w, cost)
+                    self._join(v, w, cost.dense())
 
         largest = max((abs(cost) for _, cost in self._objective), default=1.0)
         self.scale = _LARGEST_COST / max(1e-300, largest)
@@ -228,7 +228,7 @@ def _cost_of(residual: Residual, choices: dict[int, int]) -> float:
     cost = sum(float(residual.costs[node][i]) for node, i in choices.items())
     for node, i in choices.items():
         edges = residual.adjacent[node].items()
-        cost += sum(float(edge[i, choices[other]]) for other, edge in edges if node < other)
+        cost += sum(edge.at(i, choices[other]) for other, edge in edges if node < other)
     return cost
 
 

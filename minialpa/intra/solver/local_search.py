@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minialpa.intra.solver.cost_graph import MOST_USAGE, Floats, Ints
-from minialpa.intra.solver.csr_graph import Core
+from minialpa.intra.solver.csr_graph import Core, line_of
 from minialpa.support.loops import compiled
 
 LARGEST_TREE = 50
@@ -63,10 +63,14 @@ def cost_of(core: Core, x: Ints) -> float:
         total += cost if cost < core.forbidden else np.inf
         # Each edge counts once.
         for link in range(core.middle[v], core.links[v + 1]):
-            w = core.other[link]
-            cost = core.table[core.table_at[link] + x[v] * (core.at[w + 1] - core.at[w]) + x[w]]
+            cost = edge_cost(core, link, x[v], x[core.other[link]])
             total += cost if cost < core.forbidden else np.inf
     return total
+
+
+@compiled
+def edge_cost(core: Core, link: int, here: int, there: int) -> float:
+    return float(core.table[line_of(core, link, here) + core.kind[core.message_at[core.back[link]] + there]])
 
 
 @compiled
@@ -82,10 +86,10 @@ def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x
             ahead[i] = priced[offset + i]
 
         for link in range(core.links[node], core.links[node + 1]):
-            message, line = core.message_at[link], core.table_at[core.back[link]] + x[core.other[link]] * size
+            message, line = core.message_at[link], line_of(core, core.back[link], x[core.other[link]])
             visited = (link < core.middle[node]) == forward
             for i in range(size):
-                ahead[i] += core.table[line + i] if visited else messages[message + i]
+                ahead[i] += core.table[line + core.kind[message + i]] if visited else messages[message + i]
 
         forbid_full(core, used, node, -1, ahead)
         x[node] = _cheapest_strategy(ahead, size)
@@ -178,9 +182,9 @@ def node_costs(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> N
             cost[i] = priced[offset + i]
         for link in range(core.links[node], core.links[node + 1]):
             if tree.place[core.other[link]] < 0:
-                line = core.table_at[core.back[link]] + x[core.other[link]] * size
+                message, line = core.message_at[link], line_of(core, core.back[link], x[core.other[link]])
                 for i in range(size):
-                    cost[i] += core.table[line + i]
+                    cost[i] += core.table[line + core.kind[message + i]]
         tree.old[k] = x[node]
 
 
@@ -191,18 +195,21 @@ def descend(core: Core, tree: Tree, count: int) -> None:
     for k in range(count - 1, 0, -1):
         if tree.parent[k] < 0:
             continue
-        node, above = tree.nodes[k], tree.nodes[tree.parent[k]]
-        size = core.at[node + 1] - core.at[node]
-        line = core.table_at[tree.link[k]]
-        for i in range(core.at[above + 1] - core.at[above]):
-            best, least = 0, np.inf
+        link = tree.link[k]
+        above, kinds = core.message_at[link], core.message_at[core.back[link]]
+        size = core.message_at[core.back[link] + 1] - kinds
+        best, least = np.empty(core.n_kinds[link], np.int64), np.empty(core.n_kinds[link])
+        for kind in range(core.n_kinds[link]):
+            line = core.table_at[link] + kind * core.n_kinds[core.back[link]]
+            best[kind], least[kind] = 0, np.inf
             for j in range(size):
-                cost_j = core.table[line + j] + tree.cost[k, j]
-                if cost_j < least:
-                    best, least = j, cost_j
-            tree.best[k, i] = best
-            tree.cost[tree.parent[k], i] += least
-            line += size
+                cost_j = core.table[line + core.kind[kinds + j]] + tree.cost[k, j]
+                if cost_j < least[kind]:
+                    best[kind], least[kind] = j, cost_j
+        for i in range(core.message_at[link + 1] - above):
+            kind = core.kind[above + i]
+            tree.best[k, i] = best[kind]
+            tree.cost[tree.parent[k], i] += least[kind]
 
     for k in range(count):
         if tree.parent[k] < 0:
@@ -218,19 +225,15 @@ def gain(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> float:
     total = 0.0
     for k in range(count):
         v, old, new = tree.nodes[k], tree.old[k], tree.new[k]
-        size = core.at[v + 1] - core.at[v]
         total += priced[core.at[v] + old] - priced[core.at[v] + new]
 
         # Edges of the tree count once, at their later place.
         for link in range(core.links[v], core.links[v + 1]):
             w = core.other[link]
-            table = core.table_at[core.back[link]]
             if tree.place[w] < 0:
-                total += core.table[table + x[w] * size + old] - core.table[table + x[w] * size + new]
+                total += edge_cost(core, link, old, x[w]) - edge_cost(core, link, new, x[w])
             elif tree.place[w] < k:
-                total += (
-                    core.table[table + x[w] * size + old] - core.table[table + tree.new[tree.place[w]] * size + new]
-                )
+                total += edge_cost(core, link, old, x[w]) - edge_cost(core, link, new, tree.new[tree.place[w]])
     return total
 
 

@@ -19,7 +19,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from minialpa.errors import InfeasibleError
-from minialpa.intra.solver.cost_graph import FORBIDDEN, MOST_USAGE, Bools, CostGraph, Floats, Ints, NodeUsage
+from minialpa.intra.solver.cost_graph import (
+    FORBIDDEN,
+    MOST_USAGE,
+    Bools,
+    CostGraph,
+    EdgeCosts,
+    Floats,
+    Ints,
+    NodeUsage,
+)  # fmt: skip
 from minialpa.support.sizes import bytes_text
 
 #: (first, end): the usage rows first, ..., end - 1.
@@ -28,14 +37,14 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elimination:
-    """If each node `scope[k]` takes the strategy `domains[k][p_k]`, then `node` takes `best[p_1, ..., p_n]`.
+    """If each node `scope[k]` takes strategy s_k, then `node` takes `best[kinds[0][s_0], ..., kinds[n][s_n]]`.
 
     Strategies have their original numbers.
     """
 
     node: int
     scope: tuple[int, ...]
-    domains: tuple[Ints, ...]
+    kinds: tuple[Ints, ...]
     best: Ints
 
 
@@ -46,7 +55,7 @@ class Residual:
     Attributes:
         costs: costs[v][i] is the cost of the i-th strategy that is left at node v.
         kept: kept[v][i] is its original number.
-        adjacent: adjacent[v][w][i, j] is the cost of the edge; adjacent[w][v] is the transposed view.
+        adjacent: adjacent[v][w] has the costs of the edge; adjacent[w][v] is their transposed view.
         terms: terms[v][rows][i] is the usage of strategy i of v in each of `rows`, beyond `base`; its least entry is 0.
         base: in each row, of every solution.
         rows: original numbers.
@@ -57,7 +66,7 @@ class Residual:
 
     costs: list[Floats]
     kept: list[Ints]
-    adjacent: list[dict[int, Floats]]
+    adjacent: list[dict[int, EdgeCosts]]
     terms: list[dict[Rows, Ints]]
     base: Ints
     rows: Ints
@@ -76,25 +85,35 @@ class Residual:
 
         # Backwards: a node depends on nodes that were alive at its elimination.
         for step in reversed(self.eliminations):
-            at = (int(np.searchsorted(domain, chosen[w])) for w, domain in zip(step.scope, step.domains, strict=True))
-            chosen[step.node] = int(step.best[tuple(at)])
+            at = tuple(kinds[chosen[w]] for w, kinds in zip(step.scope, step.kinds, strict=True))
+            chosen[step.node] = int(step.best[at])
         return tuple(chosen)
 
-    def decide(self, node: int, scope: tuple[int, ...], best: Ints) -> None:
-        """Take `node` out; `best` holds its strategy, an index of `costs[node]`, for each choice of `scope`."""
-        domains = tuple(self.kept[other] for other in scope)
+    def decide(self, node: int, scope: tuple[int, ...], kinds: Sequence[Ints | None], best: Ints) -> None:
+        """Take `node` out; `best` holds its strategy, an index of `costs[node]`, for each choice of `scope`.
+
+        kinds: for each strategy of a node in `scope`, the index on its axis of `best`; None for its own number.
+        """
+        by_original = tuple(_by_original(self.kept[other], kind) for other, kind in zip(scope, kinds, strict=True))
         original = self.kept[node].astype(np.min_scalar_type(int(self.kept[node].max())))
-        self.eliminations.append(Elimination(node, scope, domains, original[best]))
+        self.eliminations.append(Elimination(node, scope, by_original, original[best]))
 
         for neighbour in self.adjacent[node]:
             del self.adjacent[neighbour][node]
         self.adjacent[node] = {}
         del self.alive[node]
 
-    def add_edge(self, a: int, b: int, cost: Floats) -> None:
+    def add_edge(self, a: int, b: int, cost: EdgeCosts) -> None:
         if b in self.adjacent[a]:
             cost = self.adjacent[a][b] + cost
         self.adjacent[a][b], self.adjacent[b][a] = cost, cost.T
+
+
+def _by_original(kept: Ints, kinds: Ints | None) -> Ints:
+    """`kinds`, by the original numbers `kept` of strategies."""
+    found = np.zeros(kept[-1] + 1, np.int64)
+    found[kept] = np.arange(len(kept)) if kinds is None else kinds
+    return found
 
 
 def without_rows(residual: Residual) -> Residual:
@@ -132,11 +151,11 @@ def residual_of(graph: CostGraph) -> Residual:
     )
 
     for edge in graph.edges:
-        cost = np.where(edge.cost >= FORBIDDEN, np.inf, edge.cost)
+        table = np.where(edge.cost.table >= FORBIDDEN, np.inf, edge.cost.table)
         if edge.a == edge.b:
-            costs[edge.a] = costs[edge.a] + np.diagonal(cost)
+            costs[edge.a] = costs[edge.a] + table[edge.cost.rows, edge.cost.columns]
         else:
-            residual.add_edge(edge.a, edge.b, cost)
+            residual.add_edge(edge.a, edge.b, replace(edge.cost, table=table))
 
     if graph.usage_limit is not None:
         residual.limit = min(graph.usage_limit, MOST_USAGE)
@@ -162,7 +181,7 @@ def keep(residual: Residual, v: int, mask: Bools) -> None:
     residual.costs[v] = residual.costs[v][mask]
     residual.kept[v] = residual.kept[v][mask]
     for w, cost in residual.adjacent[v].items():
-        residual.adjacent[v][w] = cost[mask]
+        residual.adjacent[v][w] = cost.take(mask)
         residual.adjacent[w][v] = residual.adjacent[v][w].T
 
     # Added anew: their least usage may be larger.

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.intra.solver import dominance
 from minialpa.intra.solver.bucket import eliminate_narrow_components
 from minialpa.intra.solver.clock import AllowedGap, Deadline
-from minialpa.intra.solver.cost_graph import Bools, CostGraph, Edge, Floats, GraphSolution
+from minialpa.intra.solver.cost_graph import Bools, CostGraph, Edge, EdgeCosts, Floats, GraphSolution
 from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.elimination import reduce_graph
 from minialpa.intra.solver.options import SolverOptions
@@ -29,7 +30,7 @@ from minialpa.support.sizes import bytes_text
 if TYPE_CHECKING:
     from minialpa.intra.solver.lagrange import Bracket
 
-__all__ = ["Best", "CostGraph", "Deadline", "Edge", "GraphSolution", "run_phases", "solve_graph"]
+__all__ = ["Best", "CostGraph", "Deadline", "Edge", "EdgeCosts", "GraphSolution", "run_phases", "solve_graph"]
 
 #: Larger graphs load the compiled loops first.
 _FEW_NODES = 2000
@@ -148,7 +149,7 @@ class Best:
 
 
 def _n_entries(residual: Residual) -> int:
-    return sum(edge.size for v in residual.alive for w, edge in residual.adjacent[v].items() if v < w)
+    return sum(math.prod(edge.shape) for v in residual.alive for w, edge in residual.adjacent[v].items() if v < w)
 
 
 def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_entries: int) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from minialpa.intra.solver.cost_graph import Floats, Ints
-from minialpa.intra.solver.csr_graph import Core
+from minialpa.intra.solver.csr_graph import Core, line_of
 from minialpa.support.loops import compiled
 
 
@@ -54,7 +54,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
     priced: by `price_usage`.
     """
     n_nodes = len(core.at) - 1
-    theta, ahead = np.empty(core.widest), np.empty(core.widest)
+    theta, ahead, least_of_kind = np.empty(core.widest), np.empty(core.widest), np.empty(core.widest)
     bound = 0.0
     for step in range(n_nodes):
         v = step if forward else n_nodes - 1 - step
@@ -80,7 +80,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
         # The chains over the links first, ..., end - 1 carry their share of `least` in the messages.
         bound += least * (n_chains - (end - first)) / n_chains
         for link in range(first, end):
-            bound += _send(core, messages, link, theta, size, 1.0 / n_chains, ahead)
+            bound += _send(core, messages, link, theta, 1.0 / n_chains, least_of_kind, ahead)
     return bound
 
 
@@ -95,37 +95,36 @@ def _collect(
 
     for link in range(core.links[v], core.links[v + 1]):
         start = core.message_at[link]
-        message = messages[start : start + size]
-        costs = message
-        if (link < core.middle[v]) == forward:
-            line = core.table_at[core.back[link]] + x[core.other[link]] * size
-            costs = core.table[line : line + size]
+        message, kind = messages[start : start + size], core.kind[start : start + size]
+        is_visited = (link < core.middle[v]) == forward
+        line = line_of(core, core.back[link], x[core.other[link]]) if is_visited else 0
         for i in range(size):
             theta[i] += message[i]
-            ahead[i] += costs[i]
+            ahead[i] += core.table[line + kind[i]] if is_visited else message[i]
 
 
 @compiled
-def _send(core: Core, messages: Floats, link: int, theta: Floats, size: int, share: float, out: Floats) -> float:
-    """Returns delta. share: 1 / n_v. out: a buffer."""
-    w = core.other[link]
-    width = core.at[w + 1] - core.at[w]
-    line, message = core.table_at[link], core.message_at[link]
-    for j in range(width):
-        out[j] = np.inf
+def _send(core: Core, messages: Floats, link: int, theta: Floats, share: float, own: Floats, out: Floats) -> float:
+    """Returns delta. share: 1 / n_v. own, out: buffers, with an entry for each kind here and there."""
+    back = core.back[link]
+    n_here, n_there = core.n_kinds[link], core.n_kinds[back]
+    own[:n_here], out[:n_there] = np.inf, np.inf
+
+    start = core.message_at[link]
+    for i in range(core.message_at[link + 1] - start):
+        kind = core.kind[start + i]
+        own[kind] = min(own[kind], share * theta[i] - messages[start + i])
 
     # In the order of the table in memory. Slices: numba does not vectorise indices that may be negative.
-    for i in range(size):
-        own, costs = share * theta[i] - messages[message + i], core.table[line : line + width]
-        for j in range(width):
-            cost = own + costs[j]
-            out[j] = cost if cost < out[j] else out[j]
-        line += width
+    line = core.table_at[link]
+    for kind in range(n_here):
+        least, costs = own[kind], core.table[line : line + n_there]
+        for there in range(n_there):
+            cost = least + costs[there]
+            out[there] = cost if cost < out[there] else out[there]
+        line += n_there
 
-    delta = np.inf
-    for j in range(width):
-        delta = min(delta, out[j])
-    message = core.message_at[core.back[link]]
-    for j in range(width):
-        messages[message + j] = out[j] - delta
+    delta = float(out[:n_there].min())
+    for entry in range(core.message_at[back], core.message_at[back + 1]):
+        messages[entry] = out[core.kind[entry]] - delta
     return delta

@@ -55,6 +55,13 @@ class StrategyKey:
     result_shapes: tuple[tuple[int, ...], ...]
 
 
+class DistinctSpecs(NamedTuple):
+    """numbers: of the strategies, indices of `specs`."""
+
+    specs: Specs
+    numbers: NDArray[np.int64]
+
+
 class _Options(NamedTuple):
     """Of `MeshStrategies.enumerate`, hashable."""
 
@@ -225,6 +232,13 @@ class StrategyCache:
     def same(self, specs: Specs) -> Specs:
         """One tuple for all equal tuples, for keys by identity."""
         return self._memo.same(specs)
+
+    def distinct(self, specs: Specs) -> DistinctSpecs:
+        return self._memo.get_or_make(("distinct", ById(specs)), lambda: self._distinct(specs))
+
+    def _distinct(self, specs: Specs) -> DistinctSpecs:
+        number = {spec: i for i, spec in enumerate(dict.fromkeys(specs))}
+        return DistinctSpecs(self.same(tuple(number)), np.array([number[spec] for spec in specs], np.int64))
 
     def kind_of(self, eqn: JaxprEqn) -> StrategyKey:
         found = self._kinds.get(eqn)

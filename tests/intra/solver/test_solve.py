@@ -18,7 +18,7 @@ from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.intra.solver import clock, dominance, elimination, ilp_model, lagrange, solve
 from minialpa.intra.solver.bucket import eliminate_narrow_components
 from minialpa.intra.solver.clock import OPERATIONS_PER_S, AllowedGap, Deadline
-from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats
+from minialpa.intra.solver.cost_graph import CostGraph, Edge, EdgeCosts, Floats
 from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.dominance import undominated
 from minialpa.intra.solver.elimination import reduce_graph
@@ -52,7 +52,7 @@ def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4)
 
     node = st.integers(0, n_nodes - 1)
     pairs = draw(st.lists(st.tuples(node, node), max_size=2 * n_nodes))
-    edges = tuple(Edge(a, b, cost(sizes[a], sizes[b])) for a, b in pairs)
+    edges = tuple(Edge(a, b, EdgeCosts.of(cost(sizes[a], sizes[b]))) for a, b in pairs)
     node_costs = tuple(cost(n) for n in sizes)
     if not draw(st.booleans()):
         return CostGraph(node_costs=node_costs, edges=edges)
@@ -232,7 +232,7 @@ def test_choices_cost_the_same_at_the_prices_of_their_linear_program() -> None:
 def test_only_some_of_many_equal_layers_save_memory() -> None:
     """Without an integer program: prices make all layers choose alike, and the layers pay once for one change."""
     n, change = 40, 3.0
-    edges = tuple(Edge(v, v + 1, change * (1 - np.eye(2))) for v in range(n - 1))
+    edges = tuple(Edge(v, v + 1, EdgeCosts.of(change * (1 - np.eye(2)))) for v in range(n - 1))
     graph = low_cost_or_low_usage(n, 2 * n - 20, edges)
     options = SolverOptions(small_program_entries=-1, program_entries_per_s=0)
     assert solve_graph(graph, options=options).cost == 20 + change
@@ -246,7 +246,7 @@ def grid(side: int, n_strategies: int, *, limit: int | None = None) -> CostGraph
     rng = np.random.default_rng(0)
     n = side * side
     pairs = [(v, v + 1) for v in range(n) if (v + 1) % side] + [(v, v + side) for v in range(n - side)]
-    edges = tuple(Edge(a, b, rng.random((n_strategies, n_strategies))) for a, b in pairs)
+    edges = tuple(Edge(a, b, EdgeCosts.of(rng.random((n_strategies, n_strategies)))) for a, b in pairs)
     costs = tuple(rng.random(n_strategies) for _ in range(n))
     usages = usages_of_nodes(
         [rng.integers(0, 100, n_strategies) for _ in range(n)], [(v, v + n // 2) for v in range(n)]
@@ -260,7 +260,7 @@ def test_elimination_alone_solves_a_deep_chain_with_parameters_and_skips() -> No
     pairs += [(v, v + 6) for v in range(0, n - 6, 6)]
     graph = CostGraph(
         node_costs=tuple(rng.random(n_strategies) for _ in range(2 * n)),
-        edges=tuple(Edge(a, b, rng.random((n_strategies, n_strategies))) for a, b in pairs),
+        edges=tuple(Edge(a, b, EdgeCosts.of(rng.random((n_strategies, n_strategies)))) for a, b in pairs),
     )
     residual = residual_of(graph)
     reduce_graph(residual)
@@ -321,7 +321,7 @@ def test_a_limit_below_the_least_usage_is_refused() -> None:
 
 
 def test_an_infeasible_core_is_refused() -> None:
-    differ = np.where(np.eye(2, dtype=bool), np.inf, 0.0)
+    differ = EdgeCosts.of(np.where(np.eye(2, dtype=bool), np.inf, 0.0))
     odd_cycle = CostGraph(
         node_costs=(np.zeros(2),) * 3, edges=(Edge(0, 1, differ), Edge(1, 2, differ), Edge(0, 2, differ))
     )
@@ -354,11 +354,11 @@ ONE = (np.zeros(1),)
     ("arguments", "message"),
     [
         (
-            {"node_costs": ONE, "edges": (Edge(0, 1, np.zeros((1, 1))),)},
+            {"node_costs": ONE, "edges": (Edge(0, 1, EdgeCosts.of(np.zeros((1, 1)))),)},
             "the nodes 0 and 1. Use nodes from 0 to 0",
         ),
         (
-            {"node_costs": ONE * 2, "edges": (Edge(0, 1, np.zeros((1, 2))),)},
+            {"node_costs": ONE * 2, "edges": (Edge(0, 1, EdgeCosts.of(np.zeros((1, 2)))),)},
             r"shape \(1, 2\). Give .* \(1, 1\)",
         ),
         ({"node_costs": (np.zeros(0),)}, r"`node_costs\[0\]` is empty"),
