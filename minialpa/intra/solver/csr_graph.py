@@ -7,6 +7,7 @@ each node. Nodes with costs (3, 4) and (5, 6, 7) are
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ class Core(NamedTuple):
         usage_at, usage: strategy i uses usage[usage_at[s] + i] in each row of segment s.
         slack: most usage of all nodes together in each row, beyond `Residual.base`.
         forbidden: finite cost of a forbidden entry, above any allowed solution.
+        n_pairs: of strategies here and there, of all links.
     """
 
     at: Ints
@@ -60,6 +62,7 @@ class Core(NamedTuple):
     slack: Ints
     forbidden: float
     widest: int
+    n_pairs: int
 
     @property
     def n_nodes(self) -> int:
@@ -90,7 +93,7 @@ def flatten(residual: Residual, nodes: list[int]) -> Core:
     )
 
 
-def _link_fields(residual: Residual, nodes: list[int], forbidden: float) -> dict[str, NDArray[Any]]:
+def _link_fields(residual: Residual, nodes: list[int], forbidden: float) -> dict[str, Any]:
     place = {v: k for k, v in enumerate(nodes)}
     neighbours = [sorted(place[w] for w in residual.adjacent[v]) for v in nodes]
     pairs = [(here, there) for here, near in enumerate(neighbours) for there in near]
@@ -109,6 +112,7 @@ def _link_fields(residual: Residual, nodes: list[int], forbidden: float) -> dict
         "table_at": _offsets([edge.table.size for edge in edges]),
         "table": _finite_costs(np.concatenate([np.zeros(0), *(edge.table.ravel() for edge in edges)]), forbidden),
         "message_at": _offsets([len(edge.rows) for edge in edges]),
+        "n_pairs": sum(math.prod(edge.shape) for edge in edges),
     }
 
 

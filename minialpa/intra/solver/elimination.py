@@ -170,14 +170,14 @@ def _can_eliminate(residual: Residual, v: int) -> bool:
     neighbours = residual.adjacent[v]
     if residual.terms[v] or len(neighbours) > 2:
         return False
-    size = len(residual.costs[v]) * math.prod(edge.table.shape[1] for edge in neighbours.values())
+    size = len(residual.costs[v]) * math.prod(len(residual.costs[w]) for w in neighbours)
     return len(neighbours) < 2 or size <= _MAX_TABLE
 
 
 def _eliminate(residual: Residual, v: int) -> None:
     """Reduction 4; the least costs go to the neighbours."""
     scope, edges = tuple(residual.adjacent[v]), list(residual.adjacent[v].values())
-    # Axis 0 is the strategy of v; then one axis per neighbour, for the kinds of its strategies.
+    # Axis 0 is the strategy of v; then one axis per neighbour, over the kinds of its strategies.
     table = residual.costs[v]
     for edge in edges:
         of_strategy = edge.table[edge.rows]

@@ -58,14 +58,14 @@ class Bracket:
 
 
 def work_of_pass(core: Core) -> float:
-    """Operations of one pass of messages, about."""
-    return len(core.table) + 10 * len(core.cost) + 50 * core.n_nodes
+    """Operations of one pass of messages, at most, as if no strategies cost the same."""
+    return core.n_pairs + 10 * len(core.cost) + 50 * core.n_nodes
 
 
 def work_of_tree(core: Core) -> float:
     """Of local search: 20 nodes with average edges and rows."""
     n_rows = int((core.end - core.start).sum())
-    return 20 * (2 * len(core.table) + n_rows) / core.n_nodes + 2000
+    return 20 * (2 * core.n_pairs + n_rows) / core.n_nodes + 2000
 
 
 def _without_limit(core: Core) -> Core:
@@ -398,7 +398,7 @@ def _probe(passes: Passes, incumbent: Incumbent, bound: float, deadline: Deadlin
     messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
     rng = np.random.default_rng(0)
     n_idle = 0
-    for k in range(min(options.max_probes, options.max_probe_entries // max(1, len(core.table)))):
+    for k in range(min(options.max_probes, options.max_probe_entries // max(1, core.n_pairs))):
         if deadline.is_over or n_idle >= options.idle_probes or incumbent.is_within(bound):
             return
         before = incumbent.value
