@@ -266,8 +266,8 @@ def _shortest_paths(graph: _StepGraph, prices: Sequence[float]) -> tuple[NDArray
     for k in range(n_specs):
         through = seconds[:, k, None] + seconds[None, k, :]
         shorter = through < seconds
-        seconds = np.where(shorter, through, seconds)
-        first = np.where(shorter, first[:, k, None], first)
+        np.copyto(seconds, through, where=shorter)
+        np.copyto(first, first[:, k, None], where=shorter)
     return seconds, first
 
 

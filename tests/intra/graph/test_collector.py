@@ -60,6 +60,28 @@ def test_scans_that_share_a_jaxpr_cost_what_scans_with_equal_jaxprs_cost() -> No
         np.testing.assert_array_equal(one.cost.dense(), other.cost.dense())
 
 
+def experts(params: tuple[jax.Array, ...], batch: jax.Array) -> tuple[Any, jax.Array]:
+    """Tokens t go to the slots c of their experts e, and back."""
+    router, up, down = params
+    chosen = jax.nn.one_hot(jnp.argmax(batch @ router, axis=-1), 8)
+    slot = jnp.sum((jnp.cumsum(chosen, axis=0) - 1) * chosen, axis=-1).astype(jnp.int32)
+    mask = chosen[:, :, None] * jax.nn.one_hot(slot, 16)[:, None, :]
+    sent = jnp.einsum("tec,td->ecd", mask, batch)
+    hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", sent, up))
+    return params, jnp.einsum("tec,ecd->td", mask, jnp.einsum("ecf,efd->ecd", hidden, down))
+
+
+def test_costs_on_three_axes_need_memory_for_pairs_of_specs_and_not_of_strategies() -> None:
+    weights = (jnp.ones((16, 8)), jnp.ones((8, 16, 32)), jnp.ones((8, 32, 16)))
+    problem = mesh_equations(stage_step(trace(experts, weights, jnp.ones((64, 16))), 1, (), (0,)), 0)
+    mesh = LogicalMesh((2, 2, 2), alpha=(1e-5, 1e-6, 1e-6), beta=(1e-9, 1e-10, 1e-10))
+
+    builder = GraphBuilder(problem, mesh, AutoShardingOption())
+    n_strategies = [len(costs) for costs in builder.costs.nodes]
+    matrix_bytes = sum(8 * n_strategies[edge.a] * n_strategies[edge.b] for edge in builder.costs.edges)
+    assert max(n_strategies) > 500 and builder.n_bytes < matrix_bytes / 10
+
+
 def test_a_limit_below_the_least_bytes_is_refused_with_the_largest_tensors() -> None:
     with pytest.raises(InfeasibleError, match=r"at least [\d.]+ kB per device, [\d.]+ k?B above .* 1 kB") as error:
         costs_of(layer(), layer()).graph(MemoryLimit(1000.0, name_of=lambda _: "weights"))

@@ -37,6 +37,8 @@ ALWAYS_MESSAGES = SolverOptions(small_program_entries=-1)
 def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4) -> CostGraph:
     """Small graphs with ties, parallel edges, loops, forbidden entries (inf or 1e18) and perhaps a usage limit.
 
+    Some strategies of a node share a row or column of an edge.
+
     The limit is the usage of some choices, or one unit less.
     """
     n_nodes = draw(st.integers(1, max_nodes))
@@ -50,9 +52,13 @@ def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4)
         values = rng.integers(0, draw(st.sampled_from([3, 50])), shape) * scale
         return np.where(rng.random(shape) < p_forbidden, forbidden, values)
 
+    def edge(a: int, b: int) -> Edge:
+        rows, columns = (np.unique(rng.integers(0, n, n), return_inverse=True)[1] for n in (sizes[a], sizes[b]))
+        return Edge(a, b, EdgeCosts(cost(rows.max() + 1, columns.max() + 1), rows, columns))
+
     node = st.integers(0, n_nodes - 1)
     pairs = draw(st.lists(st.tuples(node, node), max_size=2 * n_nodes))
-    edges = tuple(Edge(a, b, EdgeCosts.of(cost(sizes[a], sizes[b]))) for a, b in pairs)
+    edges = tuple(edge(a, b) for a, b in pairs)
     node_costs = tuple(cost(n) for n in sizes)
     if not draw(st.booleans()):
         return CostGraph(node_costs=node_costs, edges=edges)
