@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
-from minialpa.errors import InfeasibleError
+from minialpa.errors import InfeasibleError, MinialpaError
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.option_constraints import forbidden_message
@@ -46,7 +47,10 @@ class MeshSolver:
         """cache: shared with other problems. counted, hidden_price: see `CollectedCosts`."""
         self.problem, self.mesh, self.option, self.cache = problem, mesh, option, cache or StrategyCache()
         self.hidden_price = hidden_price
-        self.builder = GraphBuilder(problem, mesh, option, cache=self.cache, counted=counted, hidden_price=hidden_price)
+        with _memory_errors(mesh):
+            self.builder = GraphBuilder(
+                problem, mesh, option, cache=self.cache, counted=counted, hidden_price=hidden_price
+            )
 
     def solve(
         self, limit: MemoryLimit | None, deadline: Deadline, kept: Sequence[Usage] = (), byte_s: float = 0.0
@@ -57,7 +61,8 @@ class MeshSolver:
         """
         graph, n_steps = self.builder.graph(limit, kept, byte_s), PLANNED_STEPS[self.option.planning_effort]
         gap = _GAP if math.isfinite(n_steps) else 0.0
-        solution = solve_graph(graph, deadline, gap=gap, cost_per_s=_SAVED / n_steps)
+        with _memory_errors(self.mesh):
+            solution = solve_graph(graph, deadline, gap=gap, cost_per_s=_SAVED / n_steps)
         return replace(self.builder.read(solution), counted_bytes=graph.peak_usage(solution.choices))
 
     def why_infeasible(self, time_limit_s: float) -> str | None:
@@ -66,6 +71,18 @@ class MeshSolver:
     @property
     def n_bytes(self) -> float:
         return self.builder.n_bytes
+
+
+@contextmanager
+def _memory_errors(mesh: LogicalMesh) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise MinialpaError(
+            f"The planner needs more memory than this process can have, on a logical mesh of shape {mesh.shape}. "
+            "Choose a `logical_shape` with fewer axes, set `fixed_specs` or `force_batch_dim_to_mesh_dim`, or plan on "
+            "a machine with more memory."
+        ) from error
 
 
 # ---- forbidden collectives ------------------------------------------------------------------------------------------

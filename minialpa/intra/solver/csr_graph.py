@@ -12,7 +12,6 @@ from bisect import bisect_left
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from minialpa.intra.solver.cost_graph import Floats, Ints
 from minialpa.intra.solver.residual import Residual
@@ -116,7 +115,7 @@ def _link_fields(residual: Residual, nodes: list[int], forbidden: float) -> dict
     }
 
 
-def _usage_fields(residual: Residual, nodes: list[int]) -> dict[str, NDArray[Any]]:
+def _usage_fields(residual: Residual, nodes: list[int]) -> dict[str, Any]:
     by_node = [_segments(residual, v) for v in nodes]
     segments = [segment for of_node in by_node for segment in of_node]
     return {

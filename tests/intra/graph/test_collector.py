@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 from minialpa import AutoShardingOption, InfeasibleError, LogicalMesh
+from minialpa.errors import MinialpaError
 from minialpa.inter.staging.mesh_problem import mesh_equations
 from minialpa.inter.staging.staged_step import stage_step
+from minialpa.intra.graph import solve as graph_solve
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.memory_constraints import MemoryLimit
+from minialpa.intra.graph.solve import MeshSolver
+from minialpa.intra.solver.clock import Deadline
 from tests.helpers import trace
 
 MESH = LogicalMesh((2, 2), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-10))
@@ -80,6 +84,22 @@ def test_costs_on_three_axes_need_memory_for_pairs_of_specs_and_not_of_strategie
     n_strategies = [len(costs) for costs in builder.costs.nodes]
     matrix_bytes = sum(8 * n_strategies[edge.a] * n_strategies[edge.b] for edge in builder.costs.edges)
     assert max(n_strategies) > 500 and builder.n_bytes < matrix_bytes / 10
+
+
+def test_a_planner_without_memory_names_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    builder = costs_of(layer(), layer())
+    solver = MeshSolver(builder.problem, MESH, AutoShardingOption())
+    monkeypatch.setattr(graph_solve, "solve_graph", no_memory)
+    monkeypatch.setattr(graph_solve, "GraphBuilder", no_memory)
+    for plan in (
+        lambda: solver.solve(None, Deadline(1.0)),
+        lambda: MeshSolver(builder.problem, MESH, AutoShardingOption()),
+    ):
+        with pytest.raises(MinialpaError, match=r"more memory .* logical mesh of shape \(2, 2\).*fewer axes"):
+            plan()
 
 
 def test_a_limit_below_the_least_bytes_is_refused_with_the_largest_tensors() -> None:
