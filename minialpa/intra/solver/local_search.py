@@ -196,18 +196,18 @@ def descend(core: Core, tree: Tree, count: int) -> None:
         if tree.parent[k] < 0:
             continue
         link = tree.link[k]
-        above, kinds = core.message_at[link], core.message_at[core.back[link]]
-        size = core.message_at[core.back[link] + 1] - kinds
+        at_parent, at_child = core.message_at[link], core.message_at[core.back[link]]
+        size = core.message_at[core.back[link] + 1] - at_child
         best, least = np.empty(core.n_kinds[link], np.int64), np.empty(core.n_kinds[link])
         for kind in range(core.n_kinds[link]):
             line = core.table_at[link] + kind * core.n_kinds[core.back[link]]
             best[kind], least[kind] = 0, np.inf
             for j in range(size):
-                cost_j = core.table[line + core.kind[kinds + j]] + tree.cost[k, j]
+                cost_j = core.table[line + core.kind[at_child + j]] + tree.cost[k, j]
                 if cost_j < least[kind]:
                     best[kind], least[kind] = j, cost_j
-        for i in range(core.message_at[link + 1] - above):
-            kind = core.kind[above + i]
+        for i in range(core.message_at[link + 1] - at_parent):
+            kind = core.kind[at_parent + i]
             tree.best[k, i] = best[kind]
             tree.cost[tree.parent[k], i] += least[kind]
 

@@ -28,7 +28,7 @@ from minialpa.intra.solver.cost_graph import (
     Floats,
     Ints,
     NodeUsage,
-)  # fmt: skip
+)
 from minialpa.support.sizes import bytes_text
 
 #: (first, end): the usage rows first, ..., end - 1.
