@@ -96,6 +96,7 @@ class Parts:
         peak_bytes: of the device that needs most.
         uneven_bytes: what the most filled device would save if all devices of its stage had equal parts of the state of
             the optimizer, as trainers with flat buffers have.
+        waits: see `Trainer`.
         hides_update: whether one micro-batch hides the collectives of the update.
     """
 
@@ -107,6 +108,7 @@ class Parts:
     plan_s: float
     hides_update: bool
     uneven_bytes: float = 0.0
+    waits: int = 0
 
 
 # ---- seconds ---------------------------------------------------------------------------------------------------------
@@ -136,7 +138,14 @@ class Timer:
         self._owners = np.array([piece for piece, _, _ in self._buckets], np.int64)
         self._collectives_s = np.array([seconds for _, seconds, _ in self._buckets])
         self._work = np.array([np.zeros(_N_KERNELS) if work is None else work for _, _, work in self._buckets])
-        self._borders_s = sum(_border_s(cluster.link(same_host=inside), n) for inside, n in parts.borders)
+        # The hosts of a stage send their parts of an array at once.
+        borders = [
+            _border_s(cluster.link(same_host=inside), n_bytes / stage.submesh[0])
+            for stage, (inside, n_bytes) in zip(parts.stages, parts.borders, strict=False)
+        ]
+        self._borders_s = sum(borders)
+        n_neighbours = min(2, len(borders))
+        self._waits_s = parts.waits * parts.n_chunks * n_neighbours * max(borders, default=0.0)
 
     def _add(self, piece: Piece, links: Coefficients) -> int:
         number = len(self._compute)
@@ -161,7 +170,7 @@ class Timer:
         pass_s, update_s, saved_s = [], [], []
         for passes, last, update in self._stages:
             extra_s = sum(max(0.0, exposed_s[piece] - exposed_s[plain]) for plain, piece in last.items())
-            pass_s.append(float(compute_s[passes].sum() + exposed_s[passes].sum()))
+            pass_s.append(float(compute_s[passes].sum() + exposed_s[passes].sum()) + self._waits_s)
             update_s.append(float(compute_s[update] + exposed_s[update] + extra_s))
             hidable_update_s = (1 - kernels.contention) * float(exposed_s[update])
             saved_s.append(min(hidable_update_s, float(compute_s[passes].sum())))

@@ -104,7 +104,8 @@ def parts_of_run(run: Run, folder: Path | None = None) -> Parts | str:
         save(path, found)
     if isinstance(found, str):
         return found
-    return dataclasses.replace(found, n_micro_batches=run.n_micro_batches, n_chunks=run.n_chunks)
+    waits = run.trainer.waits
+    return dataclasses.replace(found, n_micro_batches=run.n_micro_batches, n_chunks=run.n_chunks, waits=waits)
 
 
 def _planned_parts(run: Run) -> Parts | str:
@@ -139,7 +140,9 @@ def _least_chunks(run: Run) -> int:
 
 def _key(run: Run) -> str:
     """Equal for runs with equal plans, at any rates of kernels."""
-    trainer = run.trainer if run.model.in_float8 else dataclasses.replace(run.trainer, cast_bytes=Trainer().cast_bytes)
+    trainer = dataclasses.replace(run.trainer, waits=0)
+    if not run.model.in_float8:
+        trainer = dataclasses.replace(trainer, cast_bytes=Trainer().cast_bytes)
     plain = dataclasses.replace(
         run, number=0, system="", name="", notes="", step_s=None, peak_bytes=None, group=(), trainer=trainer,
         recomputation_is_open=False,

@@ -38,6 +38,8 @@ class Trainer:
         total_bytes: bytes of a number in the accumulators of gradients; minialpa's have 4.
         cast_bytes: bytes that are read and written to cast a number from bfloat16 to float8, also in a transposed copy,
             because products of H100s read both operands along the sum.
+        waits: how often a stage waits for arrays from or to one neighbour in a forward and a backward pass, without
+            computing meanwhile; 0 if passes hide the sends.
         blocked_s: seconds of delay of a product and the kernels around it, because the host waits for each kernel
             before it starts the next one.
     """
@@ -55,12 +57,14 @@ class Trainer:
     keeps_every_second: bool = False
     total_bytes: int = 4
     cast_bytes: float = 1.0
+    waits: int = 0
     blocked_s: float = 0.0
 
 
 #: Megatron before sequence parallelism and fused attention: Megatron-LM of SC21, and forks of it until 2022.
-#: They summed gradients after the last backward pass.
-_EARLY = Trainer(attention="written", has_dropout=True, splits_positions=False, overlap=0.0)
+#: They summed gradients after the last backward pass. Between passes, a stage sends one array and receives another in
+#: one exchange, and waits for it (`p2p_communication.py`).
+_EARLY = Trainer(attention="written", has_dropout=True, splits_positions=False, overlap=0.0, waits=1)
 #: Transformer Engine: attention of cuDNN, user buffers that overlap products and collectives.
 #: One kernel reads a number, and writes it and its transpose.
 _TRANSFORMER_ENGINE = Trainer(
@@ -75,8 +79,9 @@ _PYTORCH = Trainer(recomputes_unread=False, cast_bytes=8)
 #: (regular expression for the name of a system, trainer); the first one that is found counts.
 _TRAINERS: tuple[tuple[str, Trainer], ...] = (
     (r"SC21", replace(_EARLY, interleaves=True)),
-    # It accumulated gradients in float16 (bigscience, chronicles-prequel.md, "Rebalancing layers").
-    (r"Megatron-DeepSpeed", replace(_EARLY, total_bytes=2)),
+    # It accumulated gradients in float16 (bigscience, chronicles-prequel.md, "Rebalancing layers"). DeepSpeed's engine
+    # sends and receives one after the other (`pipe/p2p.py`).
+    (r"Megatron-DeepSpeed", replace(_EARLY, total_bytes=2, waits=2)),
     (r"GPT-NeoX|Megatron-LM.*20(19|20|21)", _EARLY),
     # Its recipes set `grad_reduce_in_fp32=False` (scripts/performance/configs).
     (r"Megatron-Bridge|NeMo", replace(_TRANSFORMER_ENGINE, total_bytes=2)),
