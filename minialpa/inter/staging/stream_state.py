@@ -8,7 +8,7 @@ Without these waits, all of the state would be in device memory at once.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -39,11 +39,13 @@ class _Fetch:
 
 
 def with_streamed_state(staged: StagedStep) -> StagedStep:
-    """The same object if no task fetches more state than may be on the way."""
+    """The same object if no task fetches more state than may be on the way, or if an operation has effects."""
     state = frozenset(v for v in staged.inputs if is_in_host(aval_of(v)))
-    waiting: dict[JaxprEqn, JaxprEqn] = {}
-    for task in staged.tasks if state else ():
-        waiting |= _waiting(list(_fetches(task, state)))
+    if not state or any(op.eqn.effects for op in staged.split.ops):
+        return staged
+    n_tasks = Counter(eqn for task in staged.tasks for eqn in task.eqns if is_barrier(eqn))
+    found = (_waiting(list(_fetches(task, state))) for task in staged.tasks)
+    waiting = {old: new for of_task in found for old, new in of_task.items() if n_tasks[old] == 1}
     if not waiting:
         return staged
     ops = _in_order([replace(op, eqn=waiting.get(op.eqn, op.eqn)) for op in staged.split.ops])
@@ -85,10 +87,14 @@ def _waiting(fetches: list[_Fetch]) -> dict[JaxprEqn, JaxprEqn]:
     most = _ON_THE_WAY * max((one.n_bytes for one in fetches), default=0)
     waiting: dict[JaxprEqn, JaxprEqn] = {}
     on_the_way: deque[_Fetch] = deque()
+    n_bytes = 0
     for fetch in sorted(fetches, key=lambda one: one.known_at):
         done: list[Var] = []
-        while on_the_way and sum(one.n_bytes for one in (*on_the_way, fetch)) > most:
-            done += on_the_way.popleft().new
+        n_bytes += fetch.n_bytes
+        while n_bytes > most:
+            earlier = on_the_way.popleft()
+            n_bytes -= earlier.n_bytes
+            done += earlier.new
         on_the_way.append(fetch)
         if done:
             waiting[fetch.barrier] = _with_operands(fetch.barrier, done)
@@ -97,7 +103,7 @@ def _waiting(fetches: list[_Fetch]) -> dict[JaxprEqn, JaxprEqn]:
 
 def _with_operands(barrier: JaxprEqn, more: Sequence[Var]) -> JaxprEqn:
     (longer,), names = barrier_of([*operand_vars(barrier), *more])
-    results = [*barrier.outvars, *(names[v] for v in more)]
+    results = [*barrier.outvars, *(names[v] for v in more if v in names)]
     waiting: JaxprEqn = longer.replace(outvars=results)
     return waiting
 
