@@ -24,7 +24,7 @@ from minialpa.api.invalid_values import call_checked, checks_values
 from minialpa.api.jitted import unjitted
 from minialpa.api.pins import NO_PINS, Pins, find_pins
 from minialpa.api.plan_folder import PlanCache, folder_of
-from minialpa.api.ragged import OnRagged
+from minialpa.api.ragged import OnRagged, is_uneven
 from minialpa.api.step_compiler import check_plan, compile_creation, compile_step, function_name
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
 from minialpa.api.users_mesh import border_pins
@@ -572,15 +572,16 @@ class ParallelizedFunc:
         except InfeasibleError as error:
             failure = error
 
-        may_move = isinstance(self._method, Method) and self.target(session).cluster.device.host_bytes is not None
-        hosted = with_state_in_host(traced) if may_move and not self._planner.offloads_optimizer else traced
+        may_move = isinstance(self._method, Method) and not self._planner.offloads_optimizer and not is_uneven(failure)
+        has_host = self.target(session).cluster.device.host_bytes is not None
+        hosted = with_state_in_host(traced) if may_move and has_host else traced
         if hosted is traced:
             raise failure
         try:
             with self._planner.offload_optimizer():
                 plan, target = self._plan_traced(call, hosted, session, followed)
-        except InfeasibleError:
-            failure.add_note("The state of the optimizer in host memory (`offload_optimizer`) would not be enough.")
+        except MinialpaError:
+            failure.add_note("The state of the optimizer in host memory (`offload_optimizer`) would not help.")
             raise failure from None
         n_bytes = max(stage.host_bytes for stage in plan.stages)
         warn(

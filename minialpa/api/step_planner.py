@@ -79,7 +79,7 @@ class StepPlanner:
         self._chosen["offload_optimizer"] = True
         try:
             yield
-        except Exception:
+        except BaseException:
             del self._chosen["offload_optimizer"]
             raise
 
