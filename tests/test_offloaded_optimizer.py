@@ -158,6 +158,31 @@ def test_state_moves_to_host_memory_if_no_plan_fits_otherwise(key: jax.Array) ->
     np.testing.assert_allclose(evaluate(found[0], few), _loss(expected[0][0], few), rtol=1e-5)
 
 
+@pytest.mark.parametrize("method", [ShardParallel(), Zero3Parallel(num_micro_batches=2)])
+def test_the_users_barriers_wait_for_earlier_state_with_any_operands(method: Any, key: jax.Array) -> None:
+    """A literal, and the same array twice."""
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def step(state: Any, batch: Any) -> Any:
+        params, momenta = state
+        value, gradients = minialpa.value_and_grad(_loss)(params, batch)
+        new = []
+        for momentum, gradient in zip(momenta, gradients, strict=True):
+            momentum, _, waited, _ = jax.lax.optimization_barrier((momentum, momentum, gradient, 0.0))
+            new.append(0.9 * jax.device_put(momentum, device) + waited)
+        params = [w - 0.1 * v for w, v in zip(params, new, strict=True)]
+        return (params, [jax.device_put(v, host) for v in new]), value
+
+    params = [jax.random.normal(k, (16, 16)) / 4 for k in jax.random.split(key, 6)]
+    found = expected = params, [jax.device_put(jnp.zeros_like(w), host) for w in params]
+    planned = minialpa.parallelize(step, method=method, donate_argnums=())
+    for _ in range(2):
+        (found, value), (expected, same) = planned(found, _batch()), jax.jit(step)(expected, _batch())
+        np.testing.assert_allclose(value, same, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5, rtol=1e-4)
+
+
 def test_an_error_tells_that_host_memory_would_not_be_enough(key: jax.Array) -> None:
     gpus = ClusterSpec.preset("h100", devices_per_host=2)
     least = ShardParallel(gpus, auto_sharding_option=AutoShardingOption(memory_limit_bytes=1e5))

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.layers.remat import barrier_of
 from minialpa.inter.microbatch.batching import is_barrier
 from minialpa.inter.staging.tasks import StagedStep, Task
-from minialpa.ir.equations import aval_of, host_bytes_of, is_in_host, operand_vars
+from minialpa.ir.equations import aval_of, fresh_var, host_bytes_of, is_extended, is_in_host, operand_vars
 from minialpa.ir.op import Op
 
 #: Most bytes on the way, as a multiple of the largest state with one gradient: one arrives, one is updated, one leaves.
@@ -102,9 +101,9 @@ def _waiting(fetches: list[_Fetch]) -> dict[JaxprEqn, JaxprEqn]:
 
 
 def _with_operands(barrier: JaxprEqn, more: Sequence[Var]) -> JaxprEqn:
-    (longer,), names = barrier_of([*operand_vars(barrier), *more])
-    results = [*barrier.outvars, *(names[v] for v in more if v in names)]
-    waiting: JaxprEqn = longer.replace(outvars=results)
+    arrays = [v for v in more if not is_extended(aval_of(v).dtype)]
+    results = [*barrier.outvars, *(fresh_var(v.aval) for v in arrays)]
+    waiting: JaxprEqn = barrier.replace(invars=[*barrier.invars, *arrays], outvars=results)
     return waiting
 
 
@@ -127,4 +126,5 @@ def _in_order(ops: Sequence[Op]) -> list[Op]:
             n_missing[reader] -= 1
             if not n_missing[reader]:
                 heapq.heappush(ready, reader)
+    assert len(found) == len(ops), "operations wait for each other"
     return found
