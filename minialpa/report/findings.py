@@ -174,19 +174,20 @@ def _resharding_in_layers(plan: Plan) -> Iterator[Finding]:
         one = group.members[0]
         n_layers = round(sum(each.times_per_step for each in group.members) / plan.n_micro_batches)
         share = sum(collective_seconds(plan, each) for each in group.members) / (plan.cost.total_s or 1.0)
-        if n_layers > 1 and share > _MUCH_RESHARDING:
-            reason = (
-                "Rows of tokens travel this way to the devices of their experts, and back."
-                if one.kind == "all-to-all" and has_experts
-                else "Operations before and after it have different splits; a sharding constraint in the model may "
-                "force this."
-            )
-            text = (
-                f"Each {one.part} pass reshards {array_text(one)} {n_layers} times by {one.kind} in "
-                f"{group.name or 'the step'}{_line_text(one)}: {bytes_text(one.n_bytes)} each time, "
-                f"{percent_text(share)} of the step. {reason}"
-            )
-            yield Finding("resharding in each layer", text, "warning", share)
+        if n_layers <= 1 or share <= _MUCH_RESHARDING:
+            continue
+
+        reason = (
+            "Operations before and after it have different splits; a sharding constraint in the model may force this."
+        )
+        if one.kind == "all-to-all" and has_experts:
+            reason = "Rows of tokens travel this way to the devices of their experts, and back."
+        text = (
+            f"Each {one.part} pass reshards {array_text(one)} {n_layers} times by {one.kind} in "
+            f"{group.name or 'the step'}{_line_text(one)}: {bytes_text(one.n_bytes)} each time, "
+            f"{percent_text(share)} of the step. {reason}"
+        )
+        yield Finding("resharding in each layer", text, "warning", share)
 
 
 def _repeated_work(plan: Plan) -> Iterator[Finding]:

@@ -48,6 +48,7 @@ def _attention(eqn: JaxprEqn) -> Factors:
     kind, is_gradient = eqn.params["kind"], eqn.primitive.name == "minialpa_attention_gradient"
     arrays = [_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)]
     d, e = (_size(table, named, letter) for letter in "de")
+
     if is_gradient:
         others = _others(table, named, eqn, 6)
         biases = zip(others[kind.n_positions + 2 * kind.n_segments :], eqn.params["with_bias_gradient"], strict=False)
@@ -59,6 +60,7 @@ def _attention(eqn: JaxprEqn) -> Factors:
     else:
         others = _others(table, named, eqn, 3)
         results = [_dims(named, _OUT), _dims(named, _STATISTICS)]
+
     return table.build(
         eqn,
         [*arrays, *others],

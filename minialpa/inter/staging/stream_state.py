@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -42,19 +42,26 @@ def with_streamed_state(staged: StagedStep) -> StagedStep:
     state = frozenset(v for v in staged.inputs if is_in_host(aval_of(v)))
     if not state or any(op.eqn.effects for op in staged.split.ops):
         return staged
-    n_tasks = Counter(eqn for task in staged.tasks for eqn in task.eqns if is_barrier(eqn))
-    found = (_waiting(list(_fetches(task, state))) for task in staged.tasks)
-    waiting = {old: new for of_task in found for old, new in of_task.items() if n_tasks[old] == 1}
-    if not waiting:
-        return staged
+    waiting = _waiting_barriers(staged.tasks, state)
+    return _with_barriers(staged, waiting) if waiting else staged
+
+
+def _waiting_barriers(tasks: Sequence[Task], state: AbstractSet[Var]) -> dict[JaxprEqn, JaxprEqn]:
+    """For each barrier that has to wait, the barrier that does. A barrier in several tasks waits in none."""
+    n_tasks = Counter(eqn for task in tasks for eqn in task.eqns if is_barrier(eqn))
+    found = (_waiting(list(_fetches(task, state))) for task in tasks)
+    return {old: new for of_task in found for old, new in of_task.items() if n_tasks[old] == 1}
+
+
+def _with_barriers(staged: StagedStep, waiting: Mapping[JaxprEqn, JaxprEqn]) -> StagedStep:
     ops = _in_order([replace(op, eqn=waiting.get(op.eqn, op.eqn)) for op in staged.split.ops])
     position = {op.eqn: i for i, op in enumerate(ops)}
-    tasks = (
-        replace(task, eqns=tuple(sorted((waiting.get(eqn, eqn) for eqn in task.eqns), key=position.__getitem__)))
-        if not waiting.keys().isdisjoint(task.eqns)
-        else task
-        for task in staged.tasks
-    )
+
+    def in_order(task: Task) -> Task:
+        eqns = (waiting.get(eqn, eqn) for eqn in task.eqns)
+        return replace(task, eqns=tuple(sorted(eqns, key=position.__getitem__)))
+
+    tasks = (task if waiting.keys().isdisjoint(task.eqns) else in_order(task) for task in staged.tasks)
     return replace(staged, split=replace(staged.split, ops=tuple(ops)), tasks=tuple(tasks))
 
 

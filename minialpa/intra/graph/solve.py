@@ -75,6 +75,7 @@ class MeshSolver:
 
 @contextmanager
 def _memory_errors(mesh: LogicalMesh) -> Iterator[None]:
+    """A lack of memory while planning becomes an error of minialpa that names the mesh."""
     try:
         yield
     except MemoryError as error:
